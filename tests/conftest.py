@@ -4,7 +4,9 @@ import gc
 import importlib
 import multiprocessing
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Generator
 from contextlib import suppress
@@ -72,6 +74,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let tests find no GPU but with `-m gpu`: a default device must be the same on every host."""
     if not uses_gpu(config):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if not hasattr(config, "workerinput"):  # what runs keep is not the user's, nor of another day
+        os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="phalanx-tests-")
     local.start_ranks, local.end_ranks = WARM.start, WARM.end
     collect_rarely()  # while tests are imported
 
@@ -127,6 +131,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 def pytest_sessionfinish() -> None:
     WARM.end_all()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 @pytest.fixture

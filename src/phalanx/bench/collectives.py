@@ -24,7 +24,7 @@ from phalanx.account.fit import check_memory_for
 from phalanx.bench.in_step import median_s, time_in_step
 from phalanx.bench.picture import draw_fits
 from phalanx.bench.verb import BenchResult, PrintLine, ResultConfig
-from phalanx.comm.comm import Comm, Ranks
+from phalanx.comm.comm import Ranks
 from phalanx.comm.shared_memory import SharedMemory
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError
@@ -32,11 +32,10 @@ from phalanx.launch.local import num_cores, run_ranks
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.planner import calibration, calibration_file
 from phalanx.planner.machine import Level, Link, OpCost, Unit, ring
+from phalanx.planner.measured import OPS, TimedCollective, fit
 from phalanx.report.output import values_of
 from phalanx.report.tabular import Number, Table
 from phalanx.report.units import KIB
-
-OPS: Final = ("all_reduce", "all_gather", "reduce_scatter", "send")
 
 SMALLEST_BYTES: Final = 4 << 10
 GROWTH: Final = 4
@@ -265,49 +264,6 @@ def _samples(config: CommConfig, comm: Ranks, engine: str) -> Iterator[Sample]:
                 num_bytes *= GROWTH
 
 
-class TimedCollective:
-    """One collective on float32 tensors that `comm` allocates, so that no copy is needed."""
-
-    def __init__(self, comm: Comm, op: str, axis: str, size: int) -> None:
-        self._comm, self._op, self._axis = comm, op, axis
-        self._num, self._coord = comm.size(axis), comm.coord(axis)
-        self.whole = comm.empty([size], torch.empty(0, device=comm.device), axis)
-        self._out = self.whole
-        self._fill()
-
-    def _fill(self) -> None:
-        """Fill the tensor of each rank with 1 + its coordinate on the axis."""
-        self.whole.fill_(1.0 + self._coord)
-
-    def run(self) -> None:
-        """Run the collective once; a send goes to the neighbor rank and back."""
-        comm, op, axis, whole = self._comm, self._op, self._axis, self.whole
-        if op == "all_reduce":
-            comm.all_reduce(whole, axis, "max")  # a sum would grow with each call
-        elif op == "all_gather":
-            self._out = comm.all_gather(whole.chunk(self._num)[self._coord], axis, 0)
-        elif op == "reduce_scatter":
-            self._out = comm.reduce_scatter(whole, axis, 0)
-        elif (peer := self._coord ^ 1) < self._num:
-            is_sender = self._coord % 2 == 0
-            for is_mine in (is_sender, not is_sender):
-                start = comm.send_start if is_mine else comm.recv_start
-                start(whole, axis, peer).wait()
-
-    def num_wrong(self) -> int:
-        """Run it again; return the number of wrong result elements over the ranks of the axis."""
-        self._fill()
-        self.run()
-        numbers = torch.arange(1.0, 1 + self._num, device=self.whole.device)
-        right = numbers.repeat_interleave(len(self.whole) // self._num)
-        if self._op in ("all_reduce", "reduce_scatter"):
-            right = numbers.max() if self._op == "all_reduce" else numbers.sum()
-        elif self._op == "send":  # the number that the even rank of the pair sent and received back
-            right = numbers[self._coord & ~1]
-        wrong = (self._out != right).sum()
-        return int(self._comm.all_reduce(wrong, self._axis))
-
-
 def slowest_samples(samples_by_rank: Sequence[Sequence[Sample]]) -> list[Sample]:
     """Return each sample of the slowest rank; a rank without a send partner takes no time."""
     return [
@@ -337,30 +293,6 @@ def fit_samples(samples: Sequence[Sample]) -> Iterator[Fit]:
             bandwidth=1 / per_byte_s,
             largest_error=max(errors),
         )
-
-
-def fit(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Return seconds per hop and per byte, with the least sum of squared relative errors.
-
-    Args:
-        points: hops, bytes and seconds of each measured time.
-
-    Neither is negative: if the least sum has a negative latency, only bytes are fitted. If it has
-    no positive time per byte, only hops are fitted, and the time per byte is an upper bound.
-    """
-    # Least squares of relative errors, e = h L + s B - 1 with h = hops / time, s = bytes / time:
-    #
-    #     | hh hs | | L |   | h1 |
-    #     | hs ss | | B | = | s1 |
-    rows = [(hops / time_s, sent / time_s) for hops, sent, time_s in points]
-    hh, hs = sum(h * h for h, _ in rows), sum(h * s for h, s in rows)
-    ss, h1, s1 = sum(s * s for _, s in rows), sum(h for h, _ in rows), sum(s for _, s in rows)
-    determinant = hh * ss - hs * hs
-    latency_s = (h1 * ss - s1 * hs) / determinant if determinant > 0 else 0.0
-    per_byte_s = (s1 * hh - h1 * hs) / determinant if determinant > 0 else s1 / ss
-    if per_byte_s <= 0:  # larger sizes took no longer: the times give only a bound
-        return h1 / hh, min(time_s / sent for _, sent, time_s in points)
-    return (latency_s, per_byte_s) if latency_s >= 0 else (0.0, s1 / ss)
 
 
 def levels_of(fits: Sequence[Fit], num_here: int, in_step: float) -> tuple[Level, ...]:

@@ -16,17 +16,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from phalanx.account.planned import decoder_step
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
 from phalanx.launch.local import run_ranks
-from phalanx.measure.core import SMALL, SMALL_ROWS, small_step, step_s
-from phalanx.planner import calibration
+from phalanx.measure.core import small_step, step_s
 from phalanx.planner.calibration_file import Calibration, Compute
 from phalanx.planner.machine import Core
-from phalanx.planner.parts import link_seconds
-from phalanx.planner.software import DEFAULT
-from phalanx.strategy import Strategy
+from phalanx.planner.measured import small_step_s
 
 _RANKS_PER_CORE: Final = 4
 """Ranks per core in the measurement of cores that several ranks share."""
@@ -40,17 +36,13 @@ def core_in_step(machine: Calibration, compute: Compute, core: Core) -> Core:
 
     A small decoder runs on one rank per core, and then on `_RANKS_PER_CORE` ranks per core.
     """
-    precision = "bfloat16" if "bfloat16" in core.products else "float32"
     one_s, crowd_s = (
         statistics.median(run_ranks(step_s, num * machine.num_here, threads=1))
         for num in (1, _RANKS_PER_CORE)
     )
     alone = dataclasses.replace(core, in_step=1.0)
     measured = dataclasses.replace(machine, compute=dataclasses.replace(compute, core=alone))
-    planned = decoder_step(SMALL, Strategy(), SMALL.max_seq_len, SMALL_ROWS, 1, precision)
-    device = calibration.as_cluster("this", measured).device
-    links = link_seconds(planned, device, DEFAULT)
-    in_step = one_s / sum(of.forward.alone + of.backward.alone for of in links)
+    in_step = one_s / small_step_s(measured, machine.num_here)
     crowd = math.log(crowd_s / one_s / _RANKS_PER_CORE) / math.log(_RANKS_PER_CORE)
     return dataclasses.replace(core, in_step=in_step, crowd=max(0.0, crowd))
 

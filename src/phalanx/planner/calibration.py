@@ -7,17 +7,20 @@ calibration file does not have is measured in a few seconds, or assumed.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Final, Literal
 
 from phalanx.account import host
-from phalanx.errors import ConfigError
-from phalanx.planner.calibration_file import THIS, Calibration, Compute, path_of, read
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.planner.calibration_file import THIS, Calibration, Compute, keep, path_of, read
 from phalanx.planner.machine import ARITHMETICS, Cluster, Core, Device, Level, Link, OpCost
 
-COPY_BYTES: Final = 64 << 20
-"""Bytes that are read to measure memory bandwidth; more than the caches of a core."""
+_DAYS: Final = 7
+"""Days for which a measurement that a run kept holds."""
 
 _ASSUMED = Link(
     name="gloo in one host",
@@ -50,24 +53,80 @@ ASSUMED: Final = Compute(
 
 def blank(kind: Literal["gpu", "cpu"]) -> Calibration:
     """Return a calibration of this machine's GPUs or CPU without any measurements."""
-    if kind == "gpu":
-        import torch
+    import torch
 
+    if kind == "gpu":
         return Calibration(
             kind=kind,
             device_name=torch.cuda.get_device_name(),
             num_here=torch.cuda.device_count(),
+            conditions=torch.__version__,
         )
     from phalanx.launch.local import num_cores
-    from phalanx.measure.environment import cpu_name
+    from phalanx.measure.environment import cpu_flags, cpu_name
 
-    return Calibration(kind=kind, device_name=cpu_name(), num_here=num_cores())
+    return Calibration(
+        kind=kind,
+        device_name=cpu_name(),
+        num_here=num_cores(),
+        conditions=" ".join([torch.__version__, *sorted(cpu_flags())]),
+    )
+
+
+def _path_of_ranks(num_ranks: int) -> Path:
+    """Return the path of what runs of `num_ranks` ranks on this host have measured."""
+    return path_of(THIS).with_name(f"measured-{num_ranks}.json")
+
+
+def keep_measured(machine: Calibration, num_ranks: int) -> None:
+    """Keep the measurement of a run in the user's cache folder, if the folder can be written."""
+    with suppress(OSError, PhalanxError):
+        keep(_path_of_ranks(num_ranks), machine, merges=False)
+
+
+def kept_by(
+    num_ranks: int, machine: Calibration, precision: str | None = None
+) -> Calibration | None:
+    """Return what a run of `num_ranks` measured on `machine`; None if it no longer holds.
+
+    A file of another CPU, number of cores, version of torch or week, a damaged file, and one
+    without rates in `precision` do not hold.
+    """
+    try:
+        kept = read(_path_of_ranks(num_ranks))
+        compute = kept.compute
+        if compute is None or compute.core is None or {precision} - {*compute.core.products, None}:
+            return None
+        age = datetime.date.today() - datetime.date.fromisoformat(compute.date)
+    except (OSError, PhalanxError, ValueError):
+        return None
+    same = ("kind", "device_name", "num_here", "conditions")
+    is_same = all(getattr(kept, of) == getattr(machine, of) for of in same)
+    return kept if is_same and 0 <= age.days <= _DAYS else None
+
+
+def written_for(machine: Calibration, kept: Calibration | None) -> Calibration:
+    """Return the user's calibration of a blank `machine`; what its file lacks is from `kept`.
+
+    Raises:
+        ConfigError: the calibration file is damaged.
+    """
+    path = path_of(THIS)
+    if path.exists():
+        file = read(path)
+        if (file.kind, file.device_name) == (machine.kind, machine.device_name):
+            machine = dataclasses.replace(file, num_here=machine.num_here)
+    if kept is not None:
+        compute, levels = machine.compute or kept.compute, machine.levels or kept.levels
+        machine = dataclasses.replace(machine, compute=compute, levels=levels)
+    return machine
 
 
 def this_machine(num_devices: int | None = None, otherwise: Compute | None = None) -> Cluster:
     """Return this machine as a cluster of `num_devices`: GPUs, or any number of ranks on a CPU.
 
-    Its rates are those in the calibration file, else `otherwise`, else from a short measurement.
+    Its rates are those of the user's calibration file, else those that a run of as many ranks kept,
+    else `otherwise`, else from a short measurement.
 
     Raises:
         ConfigError: the machine has fewer GPUs, `num_devices` is below 1, or the calibration file
@@ -75,14 +134,11 @@ def this_machine(num_devices: int | None = None, otherwise: Compute | None = Non
     """
     import torch
 
-    machine = blank("gpu" if host.may_have_gpu() and torch.cuda.is_available() else "cpu")
-    path = path_of(THIS)
-    if path.exists():
-        kept = read(path)
-        if (kept.kind, kept.device_name) == (machine.kind, machine.device_name):
-            machine = dataclasses.replace(kept, num_here=machine.num_here)
+    kind = "gpu" if host.may_have_gpu() and torch.cuda.is_available() else "cpu"
+    machine = blank(kind)
+    machine = written_for(machine, kept_by(num_devices or machine.num_here, machine))
     if compute := machine.compute or otherwise:
-        compute = dataclasses.replace(compute, memory_bytes=_memory_bytes(machine))
+        compute = dataclasses.replace(compute, memory_bytes=memory_bytes(machine))
     return as_cluster(THIS, dataclasses.replace(machine, compute=compute), num_devices)
 
 
@@ -200,30 +256,22 @@ def compute_of(
     num_threads: int,
 ) -> Compute:
     """Return the rates of one core from rates of `num_threads` cores, or a GPU's (1 thread)."""
-    import torch
+    from phalanx.measure.core import memory_rate
 
     is_gpu = machine.kind == "gpu"
     device = "cuda" if is_gpu else "cpu"
-    # Bytes read plus written: of the fastest of five passes, because other work only slows one.
-    source = torch.ones(COPY_BYTES // 4, device=device)
-    target, times_s = torch.empty_like(source), list[float]()
-    for _ in range(5):
-        begun_s = time.perf_counter()
-        torch.mul(source, 2.0, out=target)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times_s.append(time.perf_counter() - begun_s)
     return Compute(
         best={of: rate / num_threads for of, rate in best.items()},
         sustained={of: rate / num_threads for of, rate in sustained.items()},
-        bandwidth=2 * COPY_BYTES / min(times_s) / num_threads,
-        memory_bytes=_memory_bytes(machine),
+        bandwidth=memory_rate(device) / num_threads,
+        memory_bytes=memory_bytes(machine),
         date=time.strftime("%Y-%m-%d"),
         core=None if is_gpu else core_of(),
     )
 
 
-def _memory_bytes(machine: Calibration) -> float:
+def memory_bytes(machine: Calibration) -> float:
+    """Return the memory of one GPU, or the free memory of this host for each core."""
     if machine.kind == "gpu":
         import torch
 
@@ -233,7 +281,14 @@ def _memory_bytes(machine: Calibration) -> float:
 
 def core_of() -> Core:
     """Measure the products, attention and operators of a small model on one core in a second."""
+    import torch
+
     from phalanx.measure.core import measure_core
 
-    products, attention, operator_s = measure_core()
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        products, attention, operator_s = measure_core()
+    finally:
+        torch.set_num_threads(num_threads)
     return Core(products=products, attention=attention, operator_s=operator_s)

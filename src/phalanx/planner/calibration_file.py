@@ -58,6 +58,7 @@ class Calibration:
         num_hosts: number of hosts over which the links were measured.
         compute: measured rates; None before `phalanx bench ceiling`.
         levels: measured links, innermost level first; empty before `phalanx bench comm`.
+        conditions: version of torch and instructions of the CPU.
     """
 
     kind: Literal["gpu", "cpu"]
@@ -66,6 +67,14 @@ class Calibration:
     num_hosts: int = 1
     compute: Compute | None = None
     levels: tuple[Level, ...] = field(default=())
+    conditions: str = ""
+
+    def is_whole(self, num_ranks: int) -> bool:
+        """Return whether the rates and links of a job of `num_ranks` were measured."""
+        is_timed = self.compute is not None and (
+            self.kind == "gpu" or self.compute.core is not None
+        )
+        return is_timed and (num_ranks == 1 or bool(self.levels))
 
 
 def path_of(name: str) -> Path:
@@ -86,9 +95,9 @@ def path_of(name: str) -> Path:
     return Path(name)
 
 
-def keep(path: Path, machine: Calibration) -> None:
+def keep(path: Path, machine: Calibration, *, merges: bool = True) -> None:
     """Write a calibration; merge it with the file's other measurements of the same machine."""
-    if path.exists():
+    if merges and path.exists():
         before = read(path)
         if (before.kind, before.device_name) == (machine.kind, machine.device_name):
             compute, earlier = machine.compute, before.compute

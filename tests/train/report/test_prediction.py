@@ -1,45 +1,61 @@
-"""What the planner predicts of a run: nothing where no peak of the device is known."""
+"""What the planner predicts of a run: a time only where the rates of the machine were measured."""
 
 from __future__ import annotations
 
 import dataclasses
-
-import pytest
+from typing import get_args
 
 from phalanx.account.planned import decoder_step
+from phalanx.measure.memory import Kind
+from phalanx.measure.memory_report import MemoryReport
+from phalanx.measure.summary import StepSummary
+from phalanx.measure.timer import TERMS
 from phalanx.models.registry import shape_of
-from phalanx.planner.calibration import as_cluster, blank
-from phalanx.planner.hardware import cluster
+from phalanx.planner.calibration import ASSUMED, blank
+from phalanx.planner.calibration_file import Calibration
+from phalanx.planner.hardware import DEVICES
+from phalanx.planner.machine import Level, Link
 from phalanx.strategy import Strategy
-from phalanx.train.report import prediction
+from phalanx.train.report.prediction import UNMEASURED, Predicted, judge, predict
+
+LINK = Link(name="memory", bandwidth=1e9, latency_s=1e-4, source="a test", date="2026-11-28")
+BARE = blank("cpu")
+TIMED = dataclasses.replace(BARE, compute=dataclasses.replace(ASSUMED, source="measured in a test"))
+WHOLE = dataclasses.replace(TIMED, levels=(Level(name="server", devices=2, link=LINK),))
 
 
-def test_a_run_without_a_known_peak_has_no_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
+def predicted(strategy: str, machine: Calibration, precision: str = "float32") -> Predicted:
+    step = decoder_step(shape_of("demo"), Strategy.parse(strategy), 128, 1, 1, precision)
+    return predict(step, machine)
+
+
+def test_a_time_is_predicted_of_measured_rates_alone() -> None:
+    assert [predicted("dp2", of).is_timed for of in (BARE, TIMED, WHOLE)] == [False, False, True]
+    assert [predicted("dp1", of).is_timed for of in (BARE, TIMED, WHOLE)] == [False, True, True]
+    assert predicted("dp2", BARE).at_peak == predicted("dp2", WHOLE).at_peak
+    assert predicted("dp2", WHOLE).machine == "measured in a test, 2026-11, links a test"
+
+
+def test_an_error_is_printed_of_measured_rates_alone() -> None:
+    step_s = dict.fromkeys(TERMS, 0.0) | {"forward": 0.5, "backward": 0.5}
+    steps = StepSummary(num_steps=1, wall_s=1.0, medians_s=step_s, shares=step_s)
+    report = judge(predicted("dp2", WHOLE), steps, None)
+    assert report is not None and report.is_timed and ") a step; based on" in report.line()
+    assert set(report.errors) == {"step", "compute", "communication", "optimizer"}
+    kinds = dict.fromkeys(get_args(Kind), 1 << 20)
+    held = MemoryReport(
+        peak_bytes=1, at_peak=kinds, at_most=kinds, passing_bytes=1, peak_phase="backward",
+        allocated_bytes=None, largest_bytes=1, resident_bytes=1,
+    )  # fmt: skip
+    report = judge(predicted("dp2", BARE), steps, held)
+    assert report is not None and not report.is_timed and report.time_s == {}
+    assert "step" not in report.errors and report.bytes["parameters"].error != 0
+    assert report.line().endswith(f"at the peak; {UNMEASURED}")
+
+
+def test_a_gpu_without_a_known_peak_has_no_time() -> None:
     """A B200 has products of 64 bits, but the catalogue knows no rate of them."""
-    monkeypatch.setattr(prediction, "this_machine", lambda *_: cluster("b200:1"))
-    found = [
-        prediction.predict(decoder_step(shape_of("demo"), Strategy(), 128, 1, 1, name), None)
-        for name in ("bfloat16", "float32", "float64")
-    ]
-    assert [each is None for each in found] == [False, False, True]
-
-
-def test_a_prediction_says_what_was_measured_and_what_is_assumed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        prediction,
-        "this_machine",
-        lambda num, of: as_cluster("this", dataclasses.replace(blank("cpu"), compute=of), num),
-    )
-    texts: list[str] = []
-    for strategy in ("dp1", "dp2"):
-        step = decoder_step(shape_of("demo"), Strategy.parse(strategy), 128, 1, 1, "float32")
-        found = prediction.predict(step, 1e11)
-        assert found is not None
-        texts.append(found.machine)
-    alone, of_two = texts
-    assert alone.startswith("matrix products measured in this run, 20")
-    assert of_two.startswith(
-        f"{alone}, links assumed to have 1 GB/s until phalanx bench comm --write"
-    )
+    gpu = dataclasses.replace(WHOLE, kind="gpu", device_name=DEVICES["b200"].driver, num_here=2)
+    found = [predicted("dp2", gpu, name) for name in ("bfloat16", "float32", "float64")]
+    assert [each.is_timed for each in found] == [True, True, False]
+    assert all(sum(each.at_peak.values()) > 0 for each in found)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from phalanx.account.planned import PlannedStep
 from phalanx.account.rank_memory import memory
-from phalanx.launch.local import num_cores
 from phalanx.measure.memory import Kind
 from phalanx.measure.memory_report import MemoryReport
 from phalanx.measure.summary import StepSummary
 from phalanx.measure.timer import Term
-from phalanx.planner.calibration import ASSUMED, this_machine
+from phalanx.planner.calibration import as_cluster
+from phalanx.planner.calibration_file import THIS, Calibration
 from phalanx.planner.price import price
 from phalanx.planner.software import SOFTWARE
 from phalanx.report.tabular import Number, Table
@@ -26,6 +24,12 @@ _TERMS: Mapping[str, tuple[Term, ...]] = {
     "optimizer": ("optimizer",),
 }
 """Cause of a predicted time -> terms of the measured step that it corresponds to."""
+
+UNMEASURED: Final = (
+    "no time is predicted before phalanx bench ceiling --write this and phalanx bench comm --write "
+    "this have measured this machine"
+)
+"""Sentence in place of a predicted time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,18 +55,23 @@ class Predicted:
     """The planner's prediction of a run on this machine.
 
     Attributes:
-        machine: source of the machine's rates.
-        step_s: seconds of the median step.
-        time_s: cause -> seconds of a step.
+        machine: source of the machine's rates; empty if they were not measured here.
+        step_s: seconds of the median step; None without measured rates.
+        time_s: cause -> seconds of a step; empty without measured rates.
         at_most: largest bytes of each kind of memory on rank 0.
         at_peak: bytes of each kind at rank 0's peak; their sum is the peak.
     """
 
     machine: str
-    step_s: float
+    step_s: float | None
     time_s: Mapping[str, float]
     at_most: Mapping[Kind, int]
     at_peak: Mapping[Kind, int]
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether a time is predicted, because the rates and links were measured here."""
+        return self.step_s is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +79,9 @@ class PredictionReport:
     """Predicted and measured values of a run.
 
     Attributes:
-        machine: source of the machine's rates.
-        time_s: `step` and each cause -> seconds.
+        machine: source of the machine's rates; empty if they were not measured here.
+        is_timed: whether the rates and links were measured here, so that a time is predicted.
+        time_s: `step` and each cause -> seconds; empty if not timed, or if the time is in doubt.
         bytes: on rank 0, `peak`, each kind at its largest, and `passing` -> bytes. `passing` is the
             largest sum of activations, casts and communication buffers; predicted, the largest
             casts + the largest activations.
@@ -81,6 +91,7 @@ class PredictionReport:
     """
 
     machine: str
+    is_timed: bool
     time_s: Mapping[str, Forecast]
     bytes: Mapping[str, Forecast]
     bytes_at_peak: Mapping[str, Forecast]
@@ -91,7 +102,8 @@ class PredictionReport:
         words = [f"{self.time_s['step'].text(1e-3, 'ms')} a step"] if self.time_s else []
         if self.bytes:
             words.append(f"{self.bytes['peak'].text(2**20, 'MiB')} at the peak")
-        return f"{'; '.join(words)}; based on {self.machine}"
+        based = f"based on {self.machine}" if self.is_timed else UNMEASURED
+        return "; ".join([*words, based])
 
     def table(self) -> Table:
         """Return a table of the times by cause."""
@@ -104,32 +116,23 @@ class PredictionReport:
         return Table("Time of a step, predicted and measured", heads, rows)
 
 
-def predict(planned: PlannedStep[Any], ceiling: float | None) -> Predicted | None:
-    """Predict a run on this machine; None if the machine's peak in the dtype is unknown.
-
-    Without a calibration file of the machine, the rate of matrix products that the run measured is
-    used.
+def predict(planned: PlannedStep[Any], machine: Calibration) -> Predicted:
+    """Predict a run on this machine: bytes of memory, and the time if its rates were measured.
 
     Args:
         planned: a step of the run.
-        ceiling: FLOP/s of the fastest matrix products of one rank; None if not measured.
+        machine: the measured rates and links of this machine.
     """
     num_ranks = planned.strategy.num_ranks
-    compute = ASSUMED
-    if ceiling is not None:  # a rank has a part of the cores
-        rates = {planned.precision: ceiling * num_ranks / num_cores()}
-        source = "matrix products measured in this run"
-        today = time.strftime("%Y-%m-%d")
-        compute = dataclasses.replace(
-            ASSUMED, best=rates, sustained=rates, source=source, date=today
-        )
-    cluster = this_machine(num_ranks, compute)
+    held = memory(planned, machine.kind)[0]
+    kinds = {"at_most": _kinds(held.causes), "at_peak": _kinds(held.at_peak())}
+    if not machine.is_whole(num_ranks):
+        return Predicted(machine="", step_s=None, time_s={}, **kinds)
+    cluster = as_cluster(THIS, machine, num_ranks)
     if not cluster.device.has_peak(planned.precision):
-        return None
+        return Predicted(machine="", step_s=None, time_s={}, **kinds)
     cost = price(planned, cluster, SOFTWARE["phalanx"])
-    held = memory(planned, cluster.device.kind)[0]
-    link = cluster.levels[0].link
-    of_links = f", links {link.source}" if num_ranks > 1 else ""
+    of_links = f", links {cluster.levels[0].link.source}" if num_ranks > 1 else ""
     return Predicted(
         machine=f"{cluster.device.source}, {cluster.device.date}{of_links}",
         step_s=cost.step_s,
@@ -138,8 +141,7 @@ def predict(planned: PlannedStep[Any], ceiling: float | None) -> Predicted | Non
             "communication": cost.tensor_s + cost.ring_s + cost.bubble_s + cost.exposed_s,
             "optimizer": cost.optimizer_s,
         },
-        at_most=_kinds(held.causes),
-        at_peak=_kinds(held.at_peak()),
+        **kinds,
     )
 
 
@@ -160,7 +162,7 @@ def judge(
 ) -> PredictionReport | None:
     """Return a prediction with the measured values; None if nothing was measured."""
     time_s: dict[str, Forecast] = {}
-    if steps is not None and steps.doubt is None:
+    if predicted.step_s is not None and steps is not None and steps.doubt is None:
         time_s["step"] = Forecast(predicted=predicted.step_s, measured=steps.wall_s)
         for cause, terms in _TERMS.items():
             measured = sum(steps.medians_s[term] for term in terms)
@@ -182,5 +184,10 @@ def judge(
         return None
     errors = {name: each.error for name, each in {**time_s, **held}.items()}
     return PredictionReport(
-        machine=predicted.machine, time_s=time_s, bytes=held, bytes_at_peak=at_peak, errors=errors
+        machine=predicted.machine,
+        is_timed=predicted.is_timed,
+        time_s=time_s,
+        bytes=held,
+        bytes_at_peak=at_peak,
+        errors=errors,
     )

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -24,6 +24,8 @@ from phalanx.measure.products import ProductTypes, quick_ceiling
 from phalanx.measure.rank_times import RankWindow, table_of, window_of
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
+from phalanx.planner.calibration import blank
+from phalanx.planner.measured import machine_of
 from phalanx.report.terminal import Terminal
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.notice import compiling, notice_if_slow
@@ -66,6 +68,7 @@ class Records:
         num_steps: steps taken so far by this process.
         ceiling_flops_per_s: measured FLOP/s of matrix products, mean over ranks; None before.
         windows: times of the steps on every rank, on rank 0 of several; the latest MEASURED_STEPS.
+        machine: measured rates and links of this machine on rank 0, without any before.
         log: log of the records on rank 0; None on other ranks.
     """
 
@@ -84,6 +87,7 @@ class Records:
         self._types = ProductTypes()
         self._arithmetic: Arithmetic | None = None
         self.ceiling_flops_per_s: float | None = None
+        self.machine = blank("gpu" if session.comm.device.type == "cuda" else "cpu")
         self._restart_timer = True
         self._ungathered: list[StepTimes] = []
         self._after_save: set[int] = set()
@@ -285,3 +289,8 @@ class Records:
         total, num_known = comm.all_reduce(rates, "job").tolist()
         if num_known == comm.size("job"):
             self._arithmetic, self.ceiling_flops_per_s = found, total / comm.size("job")
+            config = self.session.config
+            # Compiled steps have no prediction, and a check of collectives would be measured too.
+            measures = not (config.compile or config.debug_comm)
+            with notice_if_slow("measuring the rates that predict a step"):
+                self.machine = machine_of(comm, cast(str, found), measures=measures)

@@ -151,7 +151,7 @@ def summarize_run(records: Records) -> Summary:
     planned = session.planned() if session.is_first else None
     predicted = None
     if planned is not None and not session.config.compile:
-        predicted = predict(planned, records.ceiling_flops_per_s)
+        predicted = predict(planned, records.machine)
     checkpoints = manifest.complete_checkpoints(session.out)
     paths = {
         **({"checkpoint": checkpoints[max(checkpoints)]} if checkpoints else {}),
