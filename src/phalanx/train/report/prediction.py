@@ -138,12 +138,12 @@ def predict(planned: PlannedStep[Any], ceiling: float | None) -> Predicted | Non
             "communication": cost.tensor_s + cost.ring_s + cost.bubble_s + cost.exposed_s,
             "optimizer": cost.optimizer_s,
         },
-        at_most=_kinds(held.causes),
-        at_peak=_kinds(held.at_peak()),
+        at_most=kinds_of(held.causes),
+        at_peak=kinds_of(held.at_peak()),
     )
 
 
-def _kinds(causes: Mapping[str, int]) -> dict[Kind, int]:
+def kinds_of(causes: Mapping[str, int]) -> dict[Kind, int]:
     """Return the bytes of each cause by the kinds of `MemoryLedger`."""
     return {
         "parameters": causes["weights"],
