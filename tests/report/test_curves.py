@@ -1,13 +1,14 @@
 """The picture of a record of memory: every height and width is that of a value of the record."""
 
+import io
 import re
-from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from phalanx.report.curves import COLOURS, draw_memory, memory_svg, memory_text
-from phalanx.report.figure import picture
+from phalanx.report.curves import COLOURS, memory_png, memory_svg, memory_text
 
 MIB = 2**20
 RECORD = {
@@ -67,9 +68,13 @@ def test_a_record_without_a_prediction_or_of_nothing_is_drawn() -> None:
     )
 
 
-def test_the_same_record_on_a_panel(tmp_path: Path) -> None:
-    with picture(tmp_path / "memory.png", (4, 3), 1, 1) as panels:
-        draw_memory(axes := panels[0][0], RECORD)
-        assert axes.get_title().startswith("peak 40.00 MiB in backward")
-        assert len(axes.collections) == 2  # a kind of nothing has no area
-    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+def test_the_same_areas_as_pixels() -> None:
+    image = np.asarray(Image.open(io.BytesIO(memory_png(RECORD, 100, 102)))).tolist()
+    colours = {tuple(bytes.fromhex(colour[1:])): kind for kind, colour in COLOURS.items()}
+    for column, kinds in {10: 0, 35: 20, 75: 30}.items():  # MiB of activations at that time
+        names = [colours.get(tuple(row[column]), "") for row in image]
+        assert abs(names.count("parameters") - 20) <= 1  # 102 pixels are 51 MiB
+        assert abs(names.count("activations") - 2 * kinds) <= 1
+        assert names[-1] == "parameters" and names[0] == ""
+    (predicted,) = [at for at, row in enumerate(image) if row[0] == [0, 0, 0]]
+    assert abs(102 - predicted - 100) <= 1

@@ -10,14 +10,15 @@ MiB |            ___ peak 241 MiB in backward
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Iterator, Mapping
 from html import escape
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
+
+import numpy as np
 
 from phalanx.report.units import GIB, KIB, MIB, size_text
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 COLOURS: Final = {
     "parameters": "#3b6fb6",
@@ -120,22 +121,28 @@ def memory_svg(record: Mapping[str, Any], width: int = 480, height: int = 300) -
     return "\n".join([*drawn, "</svg>"])
 
 
-def draw_memory(axes: Axes, record: Mapping[str, Any]) -> None:
-    """Draw a record `memory` on a panel of `figure.picture`; see `memory_svg`."""
+def memory_png(record: Mapping[str, Any], width: int = 800, height: int = 400) -> bytes:
+    """Return the areas of `memory_svg` without any text as PNG, for viewers without SVG."""
     curve, predicted = record["curve"], _predicted_bytes(record)
-    times_ms, below = [1e3 * at_s for at_s in curve["at_s"]], [0.0] * len(curve["at_s"])
-    for kind, of in curve["bytes"].items():
-        if not any(of):
-            continue
-        above = [lower + held / MIB for lower, held in zip(below, of, strict=True)]
+    held = np.array([*curve["bytes"].values()], float)  # [kinds, points]
+    columns_s = np.linspace(0, curve["at_s"][-1], width)
+    stacked = held[:, np.searchsorted(curve["at_s"], columns_s, "right") - 1].cumsum(0)
+    top = max(1, held.sum(0).max(), predicted or 0) * 1.02
+    above_row = top * np.arange(height, 0, -1)[:, None] / height
+    pixels = np.full((height, width, 3), 255, np.uint8)
+    for kind, below in [*zip(curve["bytes"], stacked, strict=True)][::-1]:  # the lower over these
         colour = COLOURS.get(kind, COLOURS["other"])
-        axes.fill_between(times_ms, below, above, step="post", color=colour, label=kind, lw=0)
-        below = above
+        pixels[above_row <= below] = [*bytes.fromhex(colour[1:])]
     if predicted is not None:
-        axes.axhline(predicted / MIB, color="black", linestyle="--")
-    axes.plot(times_ms[record["peak"]], below[record["peak"]], "ko")
-    axes.set(xlabel="ms", ylabel="MiB", title=f"{_peak_text(record)}{_predicted_text(record)}")
-    axes.legend(fontsize="small", loc="lower right")
+        pixels[int(height * (1 - predicted / top)), np.arange(width) % 12 < 8] = 0
+    # PNG: a row of pixels begins with its filter, 0; a part is length, kind, data, checksum.
+    rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)], 1)
+    head = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)  # 8 bits of each of 3 colors
+    parts = {b"IHDR": head, b"IDAT": zlib.compress(rows.tobytes()), b"IEND": b""}
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts.items()
+    )
 
 
 def _peak_text(record: Mapping[str, Any]) -> str:

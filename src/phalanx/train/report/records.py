@@ -13,7 +13,7 @@ import torch
 
 from phalanx.account.rank_memory import memory
 from phalanx.comm.ledger import Entry, Ledger
-from phalanx.comm.together import gather_objects
+from phalanx.comm.together import barrier, gather_objects
 from phalanx.comm.waits import around_waits
 from phalanx.launch.failure import READER_LEFT
 from phalanx.measure.environment import device_name, environment
@@ -247,21 +247,20 @@ class Records:
     def _write_curves(self, curve: MemoryCurve) -> None:
         """Gather the memory curves of all ranks; rank 0 writes them with the planner's bytes."""
         session = self.session
-        planned = session.planned() if self.log is not None else None
-        device = "cpu" if session.comm.device.type == "cpu" else "gpu"
-        stages = memory(planned, device) if planned is not None else []
-        # Every rank waits for the prediction here, and so not in the next step.
         curves = gather_objects((session.comm.coord("pp"), curve.as_dict()))
-        if self.log is None:
-            return
-        for rank, (stage, values) in enumerate(curves):
-            predicted = None
-            if stages:
-                held = stages[stage]
-                both = {"at_peak": held.at_peak(), "at_most": held.causes}
-                predicted = {name: kinds_of(causes) for name, causes in both.items()}
-            place = {"step": session.step.steps_done, "rank": rank, "stage": stage}
-            self.log.note("memory", {**place, **values, "predicted": predicted})
+        if self.log is not None:
+            planned = session.planned()
+            device = "cpu" if session.comm.device.type == "cpu" else "gpu"
+            stages = memory(planned, device) if planned is not None else None
+            for rank, (stage, values) in enumerate(curves):
+                predicted = None
+                if stages is not None:
+                    held = stages[stage]
+                    both = {"at_peak": held.at_peak(), "at_most": held.causes}
+                    predicted = {name: kinds_of(causes) for name, causes in both.items()}
+                place = {"step": session.step.steps_done, "rank": rank, "stage": stage}
+                self.log.note("memory", {**place, **values, "predicted": predicted})
+        barrier()  # the other ranks wait for the prediction here, not in their next step
 
     def _measure_ceiling(self) -> None:
         """Measure matrix products on all ranks at once; their mean rate is the MFU's ceiling."""
