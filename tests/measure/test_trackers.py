@@ -10,6 +10,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from measure.test_logs import lines_of, plain_console, record
+from phalanx.measure import logs
 from phalanx.measure.logs import RunLog
 from phalanx.measure.trackers import TensorBoard
 from report.test_curves import RECORD as MEMORY
@@ -131,3 +132,19 @@ def test_tensorboard_opens_no_second_run(tmp_path: Path) -> None:
     tracker.record("config", {"seed": 1})
     tracker.close()
     assert [path.parent.name for path in tmp_path.rglob("events*")] == ["tensorboard"]
+
+
+def test_without_tensorboard_the_first_run_of_a_folder_says_where_the_records_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "has_tensorboard", lambda: False)
+    console, shown = plain_console()
+    words = "metrics.jsonl has all records; for curves, pip install 'phalanx-train[tensorboard]'"
+    for name in ("first", "second"):
+        with RunLog(tmp_path / name, console, 1) as log:
+            log.note("summary", {})
+    assert " ".join(shown.getvalue().split()).count(words) == 1
+    assert [path.name for path in (tmp_path / "second").iterdir()] == ["metrics.jsonl"]
+    (tmp_path / "second/tensorboard").mkdir()  # a resumed run had curves
+    RunLog(tmp_path / "second", console, 1).close()
+    assert " ".join(shown.getvalue().split()).count(words) == 2
