@@ -50,7 +50,7 @@ class Tracker(ABC):
         """Receive a record; after an exception the tracker gets no more records."""
 
     def close(self) -> None:
-        """Write what is not written yet; nothing follows."""
+        """Write all that the tracker still holds; nothing follows."""
         return
 
 

@@ -89,8 +89,7 @@ class Records:
         self.log: RunLog | None = None
         if session.is_first:
             terminal = Terminal(reader_left=READER_LEFT)
-            functions = () if session.log is None else (session.log,)
-            self.log = RunLog(session.out, terminal, session.num_steps, functions)
+            self.log = RunLog(session.out, terminal, session.num_steps, session.logs)
             self.log.note("environment", environment())
             self.log.note("config", session.settings())
             for number, found in session.missed().items():
