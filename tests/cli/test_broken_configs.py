@@ -55,6 +55,16 @@ CASES = {
     "threads without end": Broken(
         "bench mfu --threads 99999999", "threads is 99999999", "the nearest is 4096"
     ),
+    "log_to without a function": Broken(
+        "train --log-to my_log", "log_to is 'my_log'", "expected MODULE:FUNCTION"
+    ),
+    "log_to without its module": Broken(
+        "train --log-to no_such_log:record", "log_to is 'no_such_log:record'", "ModuleNotFoundError"
+    ),
+    "typo in log_to": Broken(
+        "train --log-to logs_of_mine.py:recrod", "has no function 'recrod'", "'record'?",
+        {"logs_of_mine.py": "def record(kind, values): ..."},
+    ),
     # The configuration file.
     "number of 400 digits": Broken(
         "train --config a.toml", "clip_p is 1000", "a number of at most",

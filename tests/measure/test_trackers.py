@@ -10,8 +10,10 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from measure.test_logs import lines_of, plain_console, record
+from phalanx.measure import logs
 from phalanx.measure.logs import RunLog
 from phalanx.measure.trackers import TensorBoard
+from report.test_curves import RECORD as MEMORY
 
 FORECAST = {"predicted": 2.0, "measured": 1.0, "error": 1.0}
 
@@ -38,13 +40,16 @@ def test_tensorboard_gets_every_record(tmp_path: Path) -> None:
         log.note("config", {"strategy": "dp2", "shape": {"hidden": 64, "ffn": None}})
         log.step(record(1, loss=float("inf")))
         log.step(record(2, loss=2.0, mfu=None))
+        log.note("step", {"step": 3, "loss": 1.5})  # of a process that was lost
         log.evaluation(2, 2.25, {"bits_per_byte": 1.5})
         log.note("ranks", RANKS)
+        for rank in range(2):  # of one stage
+            log.note("memory", {**MEMORY, "rank": rank})
         sent = [{"axis": "dp", "sent_bytes": 40}, {"axis": "dp", "sent_bytes": 2}]
         predicted = {"time_s": {"step": FORECAST}, "bytes": {"peak": FORECAST}}
         log.note("summary", {"steps_done": 2, "sent": sent, "predicted": predicted})
     events = curves_of(tmp_path)
-    assert points(events, "train/loss") == [(1, float("inf")), (2, 2.0)]
+    assert points(events, "train/loss") == [(1, float("inf")), (2, 2.0), (3, 1.5)]
     assert [step for step, _ in points(events, "train/mfu")] == [1]
     assert points(events, "train/tokens_per_s")[0] == (1, 12345.6)
     assert points(events, "time/backward_s")[0] == (1, 0.375)
@@ -52,6 +57,10 @@ def test_tensorboard_gets_every_record(tmp_path: Path) -> None:
     assert points(events, "time_ranks/forward_median") == [(2, 0.225)]
     assert points(events, "time_ranks/forward_max") == [(2, 0.45)]
     assert points(events, "exposed/dp") == [(2, 0.02)]
+    assert points(events, "memory/stage0/peak") == [(3, 40 * 2**20)]
+    assert points(events, "memory/stage0/predicted") == [(3, 50 * 2**20)]
+    (image,) = events.Images("memory/stage0/step")
+    assert image.encoded_image_string.startswith(b"\x89PNG") and image.width == 800
     assert points(events, "sent/dp") == [(2, 42)]
     assert points(events, "predicted/step_s") == [(2, 2.0)]
     assert points(events, "measured/peak_bytes") == [(2, 1.0)]
@@ -123,3 +132,19 @@ def test_tensorboard_opens_no_second_run(tmp_path: Path) -> None:
     tracker.record("config", {"seed": 1})
     tracker.close()
     assert [path.parent.name for path in tmp_path.rglob("events*")] == ["tensorboard"]
+
+
+def test_without_tensorboard_the_first_run_of_a_folder_says_where_the_records_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "has_tensorboard", lambda: False)
+    console, shown = plain_console()
+    words = "metrics.jsonl has all records; for curves, pip install 'phalanx-train[tensorboard]'"
+    for name in ("first", "second"):
+        with RunLog(tmp_path / name, console, 1) as log:
+            log.note("summary", {})
+    assert " ".join(shown.getvalue().split()).count(words) == 1
+    assert [path.name for path in (tmp_path / "second").iterdir()] == ["metrics.jsonl"]
+    (tmp_path / "second/tensorboard").mkdir()  # a resumed run had curves
+    RunLog(tmp_path / "second", console, 1).close()
+    assert " ".join(shown.getvalue().split()).count(words) == 2

@@ -122,6 +122,20 @@ def test_the_summary_accounts_for_the_memory_of_a_step(whole: dict[str, Any]) ->
     assert memory["allocated_bytes"] is None
 
 
+def test_every_rank_has_the_curve_of_its_memory_beside_the_plan(
+    config: TrainConfig, whole: dict[str, Any]
+) -> None:
+    both = records(config.out, "memory")
+    assert [(of["rank"], of["stage"], of["step"]) for of in both] == [(0, 0, 3), (1, 0, 3)]
+    first, memory = both[0], whole["memory"]
+    held = first["curve"]["bytes"]
+    assert {kind: of[first["peak"]] for kind, of in held.items()} == memory["at_peak"]
+    assert {kind: max(of) for kind, of in held.items()} == memory["at_most"]
+    predicted = whole["predicted"]["bytes_at_peak"]
+    assert first["predicted"]["at_peak"] == {k: of["predicted"] for k, of in predicted.items()}
+    assert first["curve"]["at_s"][-1] <= records(config.out, "step")[2]["wall_s"]
+
+
 @pytest.mark.parametrize("strategy", ["dp2", by_hand("dp4"), by_hand("dp1")])
 def test_a_run_goes_on_from_a_checkpoint(
     config: TrainConfig, whole: dict[str, Any], strategy: str, tmp_path: Path

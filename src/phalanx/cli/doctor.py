@@ -15,10 +15,15 @@ from phalanx.report.tabular import Line, Table
 from phalanx.report.terminal import Terminal
 from phalanx.report.units import GIB
 
-PACKAGES: Final = ("numpy", "tokenizers", "safetensors", "rich", "tensorboard")
+PACKAGES: Final = ("numpy", "tokenizers", "safetensors", "rich")
 """Packages that phalanx requires, in addition to torch."""
 
-EXTRAS: Final = {"hf": "transformers", "parquet": "pyarrow", "plot": "matplotlib"}
+EXTRAS: Final = {
+    "hf": "transformers",
+    "parquet": "pyarrow",
+    "plot": "matplotlib",
+    "tensorboard": "tensorboard",
+}
 """Optional extra -> the package that it installs."""
 
 TEST_NUMBERS: Final = 1 << 20

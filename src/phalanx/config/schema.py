@@ -197,6 +197,9 @@ class RunConfig:
     compress: Annotated[Literal["none", "auto", "bf16", "int8", "powersgd"], Use.EQUAL] = "none"
     """Compression of the gradients that dp sends over a slow link, with error feedback; auto: the
     fastest of float32, bf16 and int8 on the link."""
+    log_to: Annotated[str | None, Use.LOCAL] = None
+    """MODULE:FUNCTION, or FILE.py:FUNCTION, to call on rank 0 with the kind and the values of each
+    record of metrics.jsonl."""
     debug_comm: Annotated[bool, Use.EQUAL] = False
     """Compare each collective of all ranks before it runs, and name the first two calls that do not
     match; slow."""

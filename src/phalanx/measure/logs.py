@@ -29,6 +29,8 @@ from phalanx.storage import open_to_append
 
 METRICS_FILE = "metrics.jsonl"
 
+TENSORBOARD_EXTRA = "pip install 'phalanx-train[tensorboard]'"
+
 LINES_S = 10.0
 """Least seconds between lines without a progress bar; the first and last step always print."""
 
@@ -101,11 +103,15 @@ class RunLog:
         self._trackers: list[Tracker] = [FunctionTracker(function) for function in functions]
         with writing(folder, OTHER_FOLDER):
             folder.mkdir(parents=True, exist_ok=True)
+            # Said where curves end, and in the first run of a folder of runs, but not in each run.
+            is_said = (folder / "tensorboard").exists() or not any(folder.parent.glob("*/metrics*"))
             if has_tensorboard():
                 self._trackers.append(TensorBoard(folder))
             self._file = open_to_append(folder / METRICS_FILE)
             _cut_half_line(folder / METRICS_FILE)
         self.display = LiveDisplay(terminal, total_steps)
+        if is_said and not has_tensorboard():
+            terminal.say(f"{METRICS_FILE} has all records; for curves, {TENSORBOARD_EXTRA}")
 
     def step(self, record: StepRecord) -> None:
         """Write and display the record of a step."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from typing_extensions import override
 
 from phalanx.errors import CheckpointError
+from phalanx.report.curves import memory_png, memory_text
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -90,6 +91,7 @@ class TensorBoard(Tracker):
             )
         folder.mkdir(exist_ok=True)
         self._session_end = self._hook_before = cast(Any, None)
+        self._stages = set[int]()
 
     @cached_property
     def _writer(self) -> SummaryWriter:
@@ -123,6 +125,9 @@ class TensorBoard(Tracker):
                         self._add(curve, statistics.median(of), values["steps"][-1])
                 for axis, by_rank in values.get("exposed", {}).items():
                     self._add(f"exposed/{axis}", statistics.fmean(by_rank), values["steps"][-1])
+            case "memory" if values["stage"] not in self._stages:
+                self._stages.add(values["stage"])
+                self._add_memory(f"memory/stage{values['stage']}", values, values["step"])
             case "summary":
                 for curve, value in _of_summary(values):
                     self._add(curve, value, values["steps_done"])
@@ -135,6 +140,21 @@ class TensorBoard(Tracker):
         if value is not None:
             self._writer.add_scalar(curve, value, step)
 
+    def _add_memory(self, place: str, values: Values, step: int) -> None:
+        from tensorboard.compat.proto import summary_pb2
+
+        held = {kind: of[values["peak"]] for kind, of in values["curve"]["bytes"].items()}
+        for kind, num_bytes in {**held, "peak": sum(held.values())}.items():
+            self._add(f"{place}/{kind}", num_bytes, step)
+        if values.get("predicted") is not None:
+            self._add(f"{place}/predicted", sum(values["predicted"]["at_peak"].values()), step)
+        png = memory_png(values, 800, 400)
+        summary = cast(Any, summary_pb2).Summary  # its module has no types
+        image = summary.Image(height=400, width=800, colorspace=3, encoded_image_string=png)
+        self._add_parts(summary(value=[summary.Value(tag=f"{place}/step", image=image)]), step=step)
+        words = f"{memory_text(values)} (from bottom to top; the line is the prediction)"
+        self._writer.add_text(f"{place}/step", words, step)
+
     def _add_settings(self, settings: Values) -> None:
         """Write the settings now, so that a run that is killed has them too."""
         from torch.utils.tensorboard.summary import hparams
@@ -145,10 +165,10 @@ class TensorBoard(Tracker):
         *begin, self._session_end = cast("tuple[Any, Any, Any]", parts)
         self._add_parts(*begin)
 
-    def _add_parts(self, *parts: Any) -> None:
+    def _add_parts(self, *parts: Any, step: int | None = None) -> None:
         file: Any = self._writer.file_writer
         for part in parts:
-            file.add_summary(part)
+            file.add_summary(part, step)
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
         """Print no traceback for TensorBoard's writer thread: the next point raises its error."""
@@ -167,9 +187,9 @@ class TensorBoard(Tracker):
 
 
 def number(values: Values, name: str) -> float | None:
-    """Return a value of a record, which JSON has as text if the value is not finite."""
+    """Return a value of a record, None if unknown; JSON has one that is not finite as text."""
     text = values.get(f"{name}_text")
-    return values[name] if text is None else float(text)
+    return values.get(name) if text is None else float(text)
 
 
 def _flat(settings: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:

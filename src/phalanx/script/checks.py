@@ -39,7 +39,7 @@ from phalanx.train.objective import Objective
 _FOREIGN = ("objective", "data", "validation", "callbacks", "log")
 """Fields whose types the settings do not support, so that `check_settings` skips them."""
 
-_OF_A_HOST = ("threads", "timeout_s")
+_OF_A_HOST = ("threads", "timeout_s", "log_to")
 """Settings that may differ between hosts."""
 
 

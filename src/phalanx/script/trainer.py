@@ -37,7 +37,7 @@ from phalanx.script.session import train_module
 from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy, refuse_servers
 from phalanx.train.callback import Callback, Callbacks, Log
-from phalanx.train.job.request import choose_device
+from phalanx.train.job.request import choose_device, log_of
 from phalanx.train.job.run_folder import removed_if_refused, resumed_folder
 from phalanx.train.loop import how_to_resume
 from phalanx.train.objective import Objective, check_build
@@ -72,6 +72,7 @@ class Options(RunConfig):
             raise ConfigError(f"phalanx.Options: out is {self.out!r}; expected a folder")
         object.__setattr__(self, "out", Path(self.out))  # from text, too
         check_settings(self)
+        log_of(self.log_to)
         object.__setattr__(self, "device", choose_device(self.device)[0])
 
     @property

@@ -41,6 +41,7 @@ from phalanx.parallel.skeleton import blocks_of
 from phalanx.strategy import Strategy
 from phalanx.train.callback import CallbackRunner, Callbacks
 from phalanx.train.evaluate import BestTracker
+from phalanx.train.job.request import log_of
 from phalanx.train.job.run_folder import check_unused
 from phalanx.train.notice import announce, notice_if_slow
 from phalanx.train.objective import Objective
@@ -84,7 +85,7 @@ class Session(ABC):
         command: command line that resumes the run, without the folder; empty if it has none.
         unit: unit over which the loss is averaged, such as "tokens" or "samples".
         called: the callbacks.
-        log: logger that is called with each record; None without one.
+        logs: functions that rank 0 calls with each record.
         best: tracker of the best evaluation; None if the run does not track it.
     """
 
@@ -115,8 +116,10 @@ class Session(ABC):
             PhalanxError: the strategy, a setting or the checkpoint does not fit.
         """
         self.strategy, self.config, self.out = strategy, config, out
-        self.best, self.log = BestTracker.of(config), extras.log
+        self.best = BestTracker.of(config)
         self.comm = Ranks(strategy.of_worker, config.device, shares_memory=config.shared_memory)
+        named = log_of(config.log_to) if self.is_first else None
+        self.logs = [log for log in (extras.log, named) if log is not None]
         # 1. Lock the folder, then check it: a run that has ended meanwhile may have saved there.
         # 2. Split the model, then make its optimizer, which gets this rank's shards.
         # 3. Call the callbacks, then load the checkpoint, which has their states.

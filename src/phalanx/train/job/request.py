@@ -5,10 +5,12 @@ On a host that certainly has no GPU, torch is imported only for `auto` or to rea
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.account.fit import check_fit, check_memory_for
 from phalanx.account.host import may_have_gpu
@@ -28,11 +30,14 @@ from phalanx.config.fields import (
 from phalanx.config.schema import JobConfig
 from phalanx.config.validate import AUTO, check
 from phalanx.data.corpus import sources
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import CheckpointError, ConfigError, nearest
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.models.shape import ModelShape
 from phalanx.strategy import Axis, Strategy, check_ranks, require_built
 from phalanx.train.job import resume
+
+if TYPE_CHECKING:
+    from phalanx.train.callback import Log
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,7 @@ def settle(config: TrainConfig) -> Request:
             other; or this host has too few devices or too little memory.
     """
     check(config)
+    log_of(config.log_to)
     start, init = checkpoint_of(config.resume, "resume"), checkpoint_of(config.init, "init")
     if start is not None:
         start.about.check_optimizer()
@@ -246,3 +252,33 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
         file, words = found.folder / manifest.NAME, brief(error, 300)
         raise CheckpointError(f"cannot read the settings in {file}: {words}") from error
     return found
+
+
+def log_of(text: str | None) -> Log | None:
+    """Return the function that the setting `log_to` names; None if it is unset.
+
+    Raises:
+        ConfigError: the text is no MODULE:FUNCTION, or its module or function does not exist.
+    """
+    if text is None:
+        return None
+    module_text, has_function, function = text.rpartition(":")
+    path = Path(module_text)
+    is_file = path.suffix == ".py"
+    name, folder = (path.stem, path.resolve().parent) if is_file else (module_text, Path.cwd())
+    if not has_function or not name or not function:
+        raise ConfigError(f"log_to is {text!r}; expected MODULE:FUNCTION, such as my_log:record")
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        module = importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"log_to is {text!r}, but the import of {name} from {folder} raised "
+            f"{type(error).__name__}: {error}"
+        ) from None
+    log = getattr(module, function, None)
+    if not callable(log):
+        hint = nearest(function, vars(module))
+        raise ConfigError(f"log_to is {text!r}, but {name} has no function {function!r}{hint}")
+    return log

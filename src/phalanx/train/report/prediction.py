@@ -125,7 +125,7 @@ def predict(planned: PlannedStep[Any], machine: Calibration) -> Predicted:
     """
     num_ranks = planned.strategy.num_ranks
     held = memory(planned, machine.kind)[0]
-    kinds = {"at_most": _kinds(held.causes), "at_peak": _kinds(held.at_peak())}
+    kinds = {"at_most": kinds_of(held.causes), "at_peak": kinds_of(held.at_peak())}
     if not machine.is_whole(num_ranks):
         return Predicted(machine="", step_s=None, time_s={}, **kinds)
     cluster = as_cluster(THIS, machine, num_ranks)
@@ -145,7 +145,7 @@ def predict(planned: PlannedStep[Any], machine: Calibration) -> Predicted:
     )
 
 
-def _kinds(causes: Mapping[str, int]) -> dict[Kind, int]:
+def kinds_of(causes: Mapping[str, int]) -> dict[Kind, int]:
     """Return the bytes of each cause by the kinds of `MemoryLedger`."""
     return {
         "parameters": causes["weights"],

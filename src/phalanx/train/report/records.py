@@ -12,13 +12,14 @@ from typing import Any, cast
 
 import torch
 
+from phalanx.account.rank_memory import memory
 from phalanx.comm.ledger import Entry, Ledger
-from phalanx.comm.together import gather_on_first
+from phalanx.comm.together import barrier, gather_on_first
 from phalanx.comm.waits import around_waits
 from phalanx.launch.failure import READER_LEFT
 from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import RunLog, StepRecord
-from phalanx.measure.memory import MemoryAccount, MemoryLedger
+from phalanx.measure.memory import MemoryAccount, MemoryCurve, MemoryLedger
 from phalanx.measure.peaks import Arithmetic, peak_of
 from phalanx.measure.products import ProductTypes, quick_ceiling
 from phalanx.measure.rank_times import RankWindow, table_of, window_of
@@ -29,6 +30,7 @@ from phalanx.planner.measured import machine_of
 from phalanx.report.terminal import Terminal
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.notice import compiling, notice_if_slow
+from phalanx.train.report.prediction import kinds_of
 from phalanx.train.session import Session
 from phalanx.train.step import TERMS, StepResult
 
@@ -78,6 +80,7 @@ class Records:
         self.timer = StepTimer(session.comm.device, history=MEASURED_STEPS)
         self.entries: list[Entry] = []
         self.memory: MemoryAccount | None = None
+        self._memory_ledger: MemoryLedger | None = None
         self.last: StepResult | None = None
         self.losses = deque[float](maxlen=MEASURED_STEPS)
         self._units = deque[int](maxlen=MEASURED_STEPS)
@@ -96,8 +99,7 @@ class Records:
         self.log: RunLog | None = None
         if session.is_first:
             terminal = Terminal(reader_left=READER_LEFT)
-            functions = () if session.log is None else (session.log,)
-            self.log = RunLog(session.out, terminal, session.num_steps, functions)
+            self.log = RunLog(session.out, terminal, session.num_steps, session.logs)
             self.log.note("environment", environment())
             self.log.note("config", session.settings())
             for number, found in session.missed().items():
@@ -142,10 +144,10 @@ class Records:
             with self._types:
                 yield
         elif self.num_steps == MEMORY_STEP and self.blind_spot is None:
-            memory = MemoryLedger(step.model, step.optimizer, self.session.comm.device)
-            with memory, step.watched(memory.phase):
+            ledger = MemoryLedger(step.model, step.optimizer, self.session.comm.device)
+            with ledger, step.watched(ledger.phase):
                 yield
-            self.memory = memory.account()
+            self._memory_ledger = ledger
         else:
             with compiling(self.session.config.compile and self.num_steps == 0):
                 yield
@@ -161,6 +163,11 @@ class Records:
         if self.num_steps == 1:
             self._measure_ceiling()
             self._restart_timer = True  # exclude the measurement from the next step
+        if self._memory_ledger is not None:
+            self.memory = self._memory_ledger.account()
+            self._write_curves(self._memory_ledger.curve())
+            self._memory_ledger = None
+            self._restart_timer = True
         if self.log is None:
             return
         use, num_units = self.utilization(times.wall_s, session.stream.num_rows), self._units[-1]
@@ -278,6 +285,24 @@ class Records:
             # The check runs Phalanx's operators outside of other dispatch modes.
             return "--debug-comm hides the collectives that it runs"
         return None
+
+    def _write_curves(self, curve: MemoryCurve) -> None:
+        """Gather the memory curves of all ranks; rank 0 writes them with the planner's bytes."""
+        session = self.session
+        curves = gather_on_first((session.comm.coord("pp"), curve.as_dict()))
+        if self.log is not None:
+            planned = session.planned()
+            device = "cpu" if session.comm.device.type == "cpu" else "gpu"
+            stages = memory(planned, device) if planned is not None else None
+            for rank, (stage, values) in enumerate(curves):
+                predicted = None
+                if stages is not None:
+                    held = stages[stage]
+                    both = {"at_peak": held.at_peak(), "at_most": held.causes}
+                    predicted = {name: kinds_of(causes) for name, causes in both.items()}
+                place = {"step": session.step.steps_done, "rank": rank, "stage": stage}
+                self.log.note("memory", {**place, **values, "predicted": predicted})
+        barrier()  # the other ranks wait for the prediction here, not in their next step
 
     def _measure_ceiling(self) -> None:
         """Measure matrix products on all ranks at once; their mean rate is the MFU's ceiling."""
