@@ -86,7 +86,9 @@ class Account:
         #                                                           for this rank
         walls = [max(steps) for steps in zip(*(rank.walls_s for rank in ranks), strict=True)]
         at = walls.index(statistics.median_low(walls))
-        last = min(ranks, key=lambda rank: sum(rank.exposed_s[at].values()))
+        last = min(
+            ranks, key=lambda rank: rank.terms_s[at]["communication"] + rank.terms_s[at]["bubble"]
+        )
         return cls(
             walls[at],
             last.terms_s[at],
@@ -158,7 +160,7 @@ class ScalingPoint:
         )
         excess = {term: terms[term] - share * alone[term] for term in terms}
         lost = {
-            "bubble" if axis == "pp" else f"exposed communication over {axis}": seconds
+            f"exposed communication over {axis}": seconds
             for axis, seconds in self.account.exposed_s.items()
         }
         lost["communication outside of waits"] = excess.pop("communication", 0.0) - sum(

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
-from torch import Tensor
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Ledger
@@ -97,7 +96,7 @@ def time_strategy(
             rows_B=torch.arange(row, row + sizes.microbatch),
         )
         microbatches.append(batch.to(device))
-    timer, exposed, queued = StepTimer(device), Counter[str](), Counter[Term]()
+    timer, queued = StepTimer(device), Counter[Term]()
     open_terms: list[Term] = ["other"]
     in_queue_s = _queue_clock()
     begin_queue_s = in_queue_s()
@@ -110,25 +109,18 @@ def time_strategy(
         begin_queue_s = now_s
 
     @contextmanager
-    def phase(term: Term) -> Generator[None]:
+    def phase(term: Term, axis: str = "") -> Generator[None]:
         count_queue()
         open_terms.append(term)
-        with timer.phase(term):
+        with timer.wait(axis) if axis else timer.phase(term):
             yield
         count_queue()
         open_terms.pop()
 
-    @contextmanager
-    def on_wait(_: Tensor | None, axis: str) -> Generator[None]:
-        begin_s = time.perf_counter()
-        with phase("communication"):
-            yield
-        exposed[axis] += time.perf_counter() - begin_s
-
     with ExitStack() as watching:
         watching.enter_context(step.watched(lambda name: phase(TERMS[name])))
         if device.type == "cpu":  # on a GPU the stream waits, not this thread
-            watching.enter_context(around_waits(on_wait))
+            watching.enter_context(around_waits(lambda _, axis: phase("communication", axis)))
         for number in range(WARMUP_STEPS + config.steps):
             barrier()
             with ExitStack() as counting:
@@ -139,7 +131,6 @@ def time_strategy(
                     )
                     counting.enter_context(step.watched(memory.phase))
                 count_queue()
-                exposed.clear()
                 queued.clear()
                 timer.begin_step()
                 step(microbatches)
@@ -152,7 +143,7 @@ def time_strategy(
                 terms_s = {term: times.terms_s[term] - queued[term] for term in times.terms_s}
                 steps.walls_s.append(times.wall_s)
                 steps.terms_s.append({**terms_s, "core": sum(queued.values())})
-                steps.exposed_s.append(dict(exposed))
+                steps.exposed_s.append(dict(times.exposed_s))
     if not is_watched:
         return steps
     sent_bytes = sum(entry.sent_bytes for entry in ledger.entries())
