@@ -12,7 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import SHAPE, spread, write_result
-from phalanx.bench.scaling import ONE_RANK, ScalingConfig, time_strategy
+from phalanx.bench.scaling import ONE_RANK, Case, ScalingConfig
+from phalanx.bench.scaling_rank import time_strategy
 from phalanx.config import ShapeConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models import cpu
@@ -25,7 +26,9 @@ def seconds(way: str, config: ScalingConfig) -> float:
     """Return the median step of one way, on this rank."""
     if way == EAGER:
         cpu.is_preferred = lambda x: False  # the decoder goes through PyTorch's own operations
-    return time_strategy(ONE_RANK, config, compile=way == COMPILED)
+    case = Case(ONE_RANK, config.global_size, is_timed=False)
+    steps = time_strategy(case, config, compile=way == COMPILED, is_watched=False)
+    return statistics.median(steps.walls_s)
 
 
 def main() -> None:

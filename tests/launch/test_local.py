@@ -442,7 +442,7 @@ def test_a_strategy_of_more_ranks_than_gpus_is_refused_in_the_same_words(
     with pytest.raises(ConfigError, match=words):
         choose("tp4", None, "cuda")
     with pytest.raises(ConfigError, match=words):
-        measure_scaling(ScalingConfig(strategies=("tp4",), device="cuda"), print)
+        measure_scaling(ScalingConfig(strategies=("tp4",), device="cuda"), print, [])
 
 
 IN_ANOTHER_FOLDER = """

@@ -1,62 +1,129 @@
-"""Speed-up of more ranks over one rank: the same global batch under alternating strategies.
+"""Speed-up of more ranks over one rank, and the seconds that each point loses, by cause.
 
 Each round runs every strategy once, one after the other, each as a separate job, so that other load
-on the machine affects all strategies. The speed-up of a round is the step time of one rank / the
-step time of N ranks in the same round. N ranks cannot be more than N times as fast: if the median
-speed-up is above N, other work disturbed the measurement, and no speed-up is reported.
+on the machine affects all strategies. The speed-up of a round is the rate of N ranks / the rate of
+one rank in the same round. N ranks cannot be more than N times as fast: if the median speed-up is
+above N, other work disturbed the measurement, and no speed-up is reported.
+
+The ideal step of N ranks takes 1/N of the time in which one rank does the same work. What a step
+takes beyond that is divided among causes by the terms of its step ledger (`ScalingPoint.losses`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import statistics
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import Annotated, Final, Literal, NamedTuple
 
 import torch
 
 from phalanx.account.fit import check_fit, check_memory_for
 from phalanx.account.planned import decoder_step
+from phalanx.bench.picture import draw_speed_ups
+from phalanx.bench.scaling_rank import RankSteps, time_strategy
 from phalanx.bench.verb import BenchResult, DecoderConfig, PrintLine
-from phalanx.comm.comm import Ranks
-from phalanx.comm.together import barrier
-from phalanx.config import BatchConfig, OptimizerConfig, solve_batch
+from phalanx.config import BatchConfig, solve_batch
 from phalanx.config.fields import Positional, Range
 from phalanx.config.schema import MOST_ROWS
-from phalanx.data.samples import Batch
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, PhalanxError
 from phalanx.launch.local import check_gpus, num_cores, run_ranks
-from phalanx.models.initial import fill_initial
 from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import plan_decoder
 from phalanx.report.output import values_of
-from phalanx.report.tabular import Cell, Number, Table
-from phalanx.report.units import percent
-from phalanx.strategy import Strategy, require_built
-from phalanx.train.objective import NextToken
-from phalanx.train.optimizer import build_optimizer
-from phalanx.train.precision import resolve
-from phalanx.train.session import compile_blocks
-from phalanx.train.step import Step
-
-WARMUP_STEPS = 2
-"""Untimed steps at the start of each job, which allocate buffers."""
+from phalanx.report.tabular import Cell, Number, Part, Table
+from phalanx.report.units import MIB, time_text
+from phalanx.strategy import AXES, Strategy, require_built
 
 ONE_RANK = "dp1"
+
+METHODS: Final = (
+    *("dp", "dp:naive", "dp2,fsdp", "fsdp", "fsdp:zero2", "fsdp:zero1"),
+    *("tp", "pp", "cp", "cp:ulysses"),
+)
+"""Methods that are measured by default: strategies in which one axis has no degree yet."""
+
+_OPEN: Final = re.compile(rf"(^|,)({'|'.join(AXES)})(?=[:,]|$)")
+"""The axis without a degree in the text of a method."""
+
+BatchOf = Literal["global", "rank"]
+
+
+class Case(NamedTuple):
+    """A job to time: a strategy, the sequences of its step, and whether its arithmetic is waits."""
+
+    strategy: str
+    num_rows: int
+    is_timed: bool
+
+
+@dataclass(frozen=True)
+class Account:
+    """One step of a case, the median one of its median round, on the rank that waits least.
+
+    Attributes:
+        terms_s: seconds by term of the step ledger.
+        exposed_s: seconds in which the rank waits for others, by mesh axis; part of `terms_s`.
+        sent_bytes: bytes that a rank sends, mean over the ranks.
+        peak_bytes: peak memory of the rank that holds most.
+    """
+
+    wall_s: float = 0.0
+    terms_s: dict[str, float] = field(default_factory=dict)
+    exposed_s: dict[str, float] = field(default_factory=dict)
+    sent_bytes: float = 0.0
+    peak_bytes: int = 0
+
+    @classmethod
+    def of(cls, ranks: Sequence[RankSteps]) -> Account:
+        """Choose the median step of a job, and in it the rank that waits least."""
+        #   rank 0   forward  backward  wait .......  optimizer
+        #   rank 1   forward .........  backward ...  optimizer     waits least: the others wait
+        #                                                           for this rank
+        walls = [max(steps) for steps in zip(*(rank.walls_s for rank in ranks), strict=True)]
+        at = walls.index(statistics.median_low(walls))
+        last = min(
+            ranks, key=lambda rank: rank.terms_s[at]["communication"] + rank.terms_s[at]["bubble"]
+        )
+        return cls(
+            walls[at],
+            last.terms_s[at],
+            last.exposed_s[at],
+            statistics.mean(rank.sent_bytes for rank in ranks),
+            max(rank.peak_bytes for rank in ranks),
+        )
 
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """Median step times of one strategy and of one rank, in seconds, one of each per round."""
+    """Step times of one strategy and of one rank, in seconds, one of each per round.
+
+    Attributes:
+        batch_of: what has a fixed batch; "rank": N ranks have N times the batch of one rank.
+        method: text of the method whose curve has this point.
+        is_timed: whether operators wait for their time instead of computing, also of one rank.
+        room: number of ranks that have cores of their own.
+    """
 
     strategy: str
     num_ranks: int
     times_s: tuple[float, ...]
     one_rank_s: tuple[float, ...]
+    batch_of: BatchOf = "global"
+    method: str = ""
+    is_timed: bool = False
+    room: int = 2**20
+    account: Account = Account()
+    one_rank: Account = Account()
+
+    @property
+    def work(self) -> int:
+        """Sequences of a step / sequences of one rank's step."""
+        return self.num_ranks if self.batch_of == "rank" else 1
 
     @property
     def batches_per_s(self) -> float:
@@ -65,8 +132,9 @@ class ScalingPoint:
 
     @property
     def speed_ups(self) -> list[float]:
-        """Time of one rank / time of N ranks, for each round."""
-        return [one / many for one, many in zip(self.one_rank_s, self.times_s, strict=True)]
+        """Rate of N ranks / rate of one rank, for each round."""
+        pairs = zip(self.one_rank_s, self.times_s, strict=True)
+        return [self.work * one / many for one, many in pairs]
 
     @property
     def speed_up(self) -> float | None:
@@ -79,17 +147,75 @@ class ScalingPoint:
         """Speed-up / N, in [0, 1]."""
         return None if self.speed_up is None else self.speed_up / self.num_ranks
 
+    @property
+    def losses(self) -> dict[str, float]:
+        """Cause -> seconds by which it makes the step longer than the ideal one; most first.
+
+        The seconds sum to the step minus the ideal step, since terms sum to steps.
+        """
+        share, terms, alone = (
+            self.work / self.num_ranks,
+            self.account.terms_s,
+            self.one_rank.terms_s,
+        )
+        excess = {term: terms[term] - share * alone[term] for term in terms}
+        lost = {
+            f"exposed communication over {axis}": seconds
+            for axis, seconds in self.account.exposed_s.items()
+        }
+        lost["communication outside of waits"] = excess.pop("communication", 0.0) - sum(
+            lost.values()
+        )
+        lost["forward and backward"] = excess.pop("forward", 0.0) + excess.pop("backward", 0.0)
+        lost |= excess
+        return dict(sorted(lost.items(), key=lambda item: -item[1]))
+
+    @property
+    def reason(self) -> str:
+        """The causes of at least a quarter of the loss, or the largest, with their seconds."""
+        losses = self.losses
+        total = sum(losses.values())
+        if self.num_ranks == 1 or not self.account.terms_s:
+            return ""
+        if total <= 0.02 * self.account.wall_s:
+            return "within 2 % of the ideal step"
+        largest = [cause for cause in losses if losses[cause] >= total / 4][:2]
+        return "; ".join(self._words(cause, losses[cause]) for cause in largest)
+
+    def _words(self, cause: str, seconds: float) -> str:
+        share, terms, alone = (
+            self.work / self.num_ranks,
+            self.account.terms_s,
+            self.one_rank.terms_s,
+        )
+        if cause == "core":
+            has_too_few = self.num_ranks > self.room
+            who = (
+                f"{self.num_ranks} ranks on cores for {self.room}" if has_too_few else "other work"
+            )
+            return f"waits for a core {time_text(seconds)}: {who}"
+        if cause in ("forward and backward", "optimizer"):
+            names = ["forward", "backward"] if cause != "optimizer" else [cause]
+            ratio = sum(terms[n] for n in names) / (share * sum(alone[n] for n in names))
+            why = "smaller products" if cause != "optimizer" else "each rank updates more than 1/N"
+            return f"{cause} {time_text(seconds)}: {ratio:.2g} times their share, {why}"
+        return f"{cause} {time_text(seconds)}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingConfig(DecoderConfig):
-    """Measure the speed-up of strategies over one rank: the same global batch, in turns."""
+    """Measure the speed-up of methods over one rank, in turns, and why it falls short."""
 
-    strategies: Annotated[tuple[str, ...], Positional("[STRATEGY ...]")] = (
-        "dp2", "dp4", "fsdp2", "fsdp4", "tp2", "tp4",
-    )  # fmt: skip
-    """Strategies to measure beside one rank."""
+    strategies: Annotated[tuple[str, ...], Positional("[METHOD | STRATEGY ...]")] = METHODS
+    """Strategies to measure beside one rank. In a METHOD an axis has no degree, as in fsdp:zero2 or
+    dp2,fsdp: it gets its degree from each number of --ranks."""
+    ranks: str | None = None
+    """Numbers of ranks of each METHOD, such as 1,2,4,8; if unset, powers of 2 up to the cores,
+    GPUs, or ranks of torchrun's job."""
+    batch_of: Literal["global", "rank", "both"] = "global"
+    """What has a batch of --global-size whatever the number of ranks is: the job, or each rank."""
     global_size: Annotated[int, Range(1, MOST_ROWS, "[]")] = 8
-    """Sequences in one step, whatever the number of ranks is."""
+    """Sequences in one step."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute; a rank is a GPU, or `threads` threads of the CPU, 1 if unset."""
     steps: Annotated[int, Range(1)] = 5
@@ -104,7 +230,7 @@ class ScalingConfig(DecoderConfig):
 
 
 def run(config: ScalingConfig, say: PrintLine) -> BenchResult:
-    """Measure the strategies, and return the table.
+    """Measure the strategies, and return tables and a picture.
 
     Raises:
         ConfigError: a strategy, the batch or the sequence length does not fit.
@@ -119,46 +245,72 @@ def run(config: ScalingConfig, say: PrintLine) -> BenchResult:
             f"seq_len is {config.seq_len}, but the model's positions end at {longest}; the "
             f"nearest is {longest}"
         )
-    points = measure_scaling(config, say)
-    num_tokens = config.global_size * config.seq_len
+    refused: list[str] = []
+    points = measure_scaling(config, say, refused)
     rows = [
-        values_of(point) | {"tokens_per_s": num_tokens * point.batches_per_s} for point in points
+        values_of(point)
+        | {"tokens_per_s": _num_rows(point, config) * config.seq_len * point.batches_per_s}
+        for point in points
     ]
     kept = ("model", "global_size", "seq_len", "precision", "device", "threads", "steps", "rounds")
     settings = {name: getattr(config, name) for name in kept}
     return BenchResult(
         name=f"scaling-{device}",
-        shown=[_table(points, num_tokens), *_remarks(points, config)],
+        shown=[*_tables(points, config), *_remarks(points, config), *refused],
         values={
             **settings,
+            "batch_of": config.batch_of,
             "compile": False,
             "shape": values_of(config.model_shape),
             "points": rows,
+            "refused": refused,
         },
+        files={"svg": functools.partial(draw_speed_ups, points)},
     )
 
 
-def _table(points: Sequence[ScalingPoint], num_tokens: int) -> Table:
+def _num_rows(point: ScalingPoint, config: ScalingConfig) -> int:
+    return config.global_size * point.work
+
+
+def _tables(points: Sequence[ScalingPoint], config: ScalingConfig) -> list[Part]:
     heads = (
-        *("strategy", Number("ranks", "d"), Number("ms a step", ".1f", 1e-3)),
-        *(Number("tokens/s", ",.0f"), Number("batches/s", ".3g"), Number("speed-up", ".2f")),
-        *("min - max", Number("efficiency", percent)),
+        *("strategy", Number("ranks", "d"), Number("ms/step", ".1f", 1e-3)),
+        *(Number("tokens/s", ",.0f"), Number("batch/s", ".3g"), Number("speed-up", ".2f")),
+        *("min-max", Number("eff.", ".0%")),
+        *(Number("sent MiB", ".3g", MIB), Number("peak MiB", ".4g", MIB)),
     )
-    rows: list[Sequence[Cell]] = []
-    for point in points:
-        rate = point.batches_per_s
-        sped: Sequence[Cell] = ("-", "-", "-")
-        if point.speed_up is not None:
-            ends = f"{min(point.speed_ups):.2f} - {max(point.speed_ups):.2f}"
-            sped = (point.speed_up, ends, point.efficiency)
-        rows.append((point.strategy, point.num_ranks, 1 / rate, num_tokens * rate, rate, *sped))
-    return Table("", heads, rows, numbers=["min - max"])
+    parts: list[Part] = []
+    for batch_of in dict.fromkeys(point.batch_of for point in points):
+        rows: list[Sequence[Cell]] = []
+        reasons: list[Sequence[Cell]] = []
+        for point in (each for each in points if each.batch_of == batch_of):
+            rate, name = point.batches_per_s, point.strategy + " (timed)" * point.is_timed
+            sped: Sequence[Cell] = ("-", "-", "-")
+            if point.speed_up is not None:
+                ends = f"{min(point.speed_ups):.2f}-{max(point.speed_ups):.2f}"
+                sped = (point.speed_up, ends, point.efficiency)
+            tokens = _num_rows(point, config) * config.seq_len * rate
+            account = point.account
+            costs = (account.sent_bytes, account.peak_bytes)
+            rows.append((name, point.num_ranks, 1 / rate, tokens, rate, *sped, *costs))
+            if point.reason:
+                lost_s = sum(point.losses.values())
+                reasons.append((name, account.wall_s, lost_s, point.reason))
+        size = f"{config.global_size} x {config.seq_len} tokens"
+        of = "a global batch of" if batch_of == "global" else "a batch a rank of"
+        parts.append(Table(f"{of} {size}", heads, rows, numbers=["min-max"]))
+        if reasons:
+            ms = (Number(name, ".1f", 1e-3) for name in ("ms a step", "ms lost"))
+            parts.append(Table("Why each falls short", ("strategy", *ms, "most by"), reasons))
+    return parts
 
 
 def _remarks(points: Sequence[ScalingPoint], config: ScalingConfig) -> list[str]:
     lines = [
-        f"the median of {config.rounds} rounds, global batch {config.global_size} x "
-        f"{config.seq_len} tokens; speed-ups compare a round with one rank in the same round"
+        f"the median of {config.rounds} rounds; speed-ups compare a round with one rank in the "
+        "same round; sent: by a rank in a step; peak: memory of the rank that holds most",
+        "lost: the step beyond 1/N of the time in which one rank does the same work",
     ]
     if config.device == "cpu":
         threads = config.threads or 1
@@ -176,92 +328,116 @@ def _remarks(points: Sequence[ScalingPoint], config: ScalingConfig) -> list[str]
     return lines
 
 
-def measure_scaling(config: ScalingConfig, say: PrintLine) -> list[ScalingPoint]:
-    """Time one rank and every strategy in each round."""
-    parsed = [Strategy.parse(text) for text in (ONE_RANK, *config.strategies)]
-    texts = list(dict.fromkeys(map(str, parsed)))
-    for strategy in parsed:
-        # Each error that a rank would raise is raised before any process starts.
-        require_built(strategy)
-        check_gpus(strategy.num_ranks, config.device, str(strategy))
-        batch = solve_batch(
-            BatchConfig(global_size=config.global_size), strategy.data_ranks, strategy.pp.degree
+def strategies_of(config: ScalingConfig) -> list[tuple[str, str]]:
+    """Return (method, strategy) of each point: a METHOD has one for each number of ranks.
+
+    Raises:
+        ConfigError: `ranks` is no list of numbers, or two axes of a METHOD have no degree.
+    """
+    most = torch.cuda.device_count() if config.device == "cuda" else num_cores()
+    text = config.ranks or ",".join(str(2**at) for at in range(max(2, most).bit_length()))
+    if not all(word.strip().isdecimal() and int(word) for word in text.split(",")):
+        raise ConfigError(f"ranks is {text!r}; expected numbers of ranks, such as 1,2,4,8")
+    numbers = sorted({int(word) for word in text.split(",")} - {1})
+    pairs: list[tuple[str, str]] = []
+    for method in config.strategies:
+        match len(_OPEN.findall(method)):
+            case 0:
+                pairs.append((method, method))
+            case 1:
+                fixed = Strategy.parse(_OPEN.sub(r"\1\g<2>1", method)).num_ranks
+                pairs += [
+                    (method, _OPEN.sub(rf"\1\g<2>{number // fixed}", method))
+                    for number in numbers
+                    if number % fixed == 0 and number > fixed
+                ]
+            case _:
+                raise ConfigError(
+                    f"{method}: only one axis can get its degree from --ranks; give the others a "
+                    "degree, as in dp2,fsdp"
+                )
+    return pairs
+
+
+def _check(strategy: Strategy, num_rows: int, config: ScalingConfig) -> None:
+    """Raise each error that a rank would raise, before any process starts."""
+    require_built(strategy)
+    check_gpus(strategy.num_ranks, config.device, str(strategy))
+    batch = solve_batch(BatchConfig(global_size=num_rows), strategy.data_ranks, strategy.pp.degree)
+    load = decoder_step(
+        *(config.model_shape, strategy, config.seq_len),
+        *(batch.microbatch, batch.accumulation, config.precision),
+    )
+    device = "cuda" if config.device == "cuda" else "cpu"
+    check_fit(load, config.model, strategy.num_ranks, device=device, has_activations=False)
+    plan = plan_decoder(strategy, config.model_shape)
+    if batch.microbatch % plan.row_shards:
+        legal = -(-batch.microbatch // plan.row_shards) * plan.row_shards * strategy.data_ranks
+        raise ConfigError(
+            f"global_size is {num_rows}, which gives each rank of {strategy} "
+            f"microbatches of {batch.microbatch} rows, but {strategy} splits rows into "
+            f"{plan.row_shards}; the nearest is {legal}"
         )
-        load = decoder_step(
-            *(config.model_shape, strategy, config.seq_len),
-            *(batch.microbatch, batch.accumulation, config.precision),
-        )
-        device = "cuda" if config.device == "cuda" else "cpu"
-        check_fit(load, config.model, strategy.num_ranks, device=device, has_activations=False)
-        num_parts = plan_decoder(strategy, config.model_shape).row_shards
-        if batch.microbatch % num_parts:
-            legal = -(-batch.microbatch // num_parts) * num_parts * strategy.data_ranks
-            raise ConfigError(
-                f"global_size is {config.global_size}, which gives each rank of {strategy} "
-                f"microbatches of {batch.microbatch} rows, but {strategy} splits rows into "
-                f"{num_parts}; the nearest is {legal}"
-            )
+
+
+def measure_scaling(
+    config: ScalingConfig, say: PrintLine, refused: list[str]
+) -> list[ScalingPoint]:
+    """Time one rank and every strategy in each round.
+
+    A METHOD that cannot have some number of ranks adds a sentence to `refused`.
+    """
+    kinds: list[BatchOf] = ["global", "rank"]
+    kinds = [kind for kind in kinds if config.batch_of in (kind, "both")]
+    room = max(1, num_cores() // (config.threads or 1)) if config.device == "cpu" else 2**20
+    pairs = [(ONE_RANK, ONE_RANK), *strategies_of(config)]
+    chosen: dict[tuple[BatchOf, str], tuple[str, Case]] = {}
+    for method, text in pairs:
+        try:
+            strategy = Strategy.parse(text)
+            for kind in kinds:
+                num_rows = config.global_size * (strategy.num_ranks if kind == "rank" else 1)
+                _check(strategy, num_rows, config)
+                chosen[kind, str(strategy)] = method, Case(str(strategy), num_rows, False)
+        except PhalanxError as error:
+            if method == text:
+                raise
+            refused.append(f"no {text}: {error}")
+    cases = list(dict.fromkeys(case for _, case in chosen.values()))
     if config.device == "cpu":
-        check_memory_for(max(strategy.num_ranks for strategy in parsed))
-    times: dict[str, list[float]] = {text: [] for text in texts}
+        check_memory_for(max(Strategy.parse(case.strategy).num_ranks for case in cases))
+    times: dict[Case, list[tuple[float, Account]]] = {case: [] for case in cases}
+    names = ", ".join(dict.fromkeys(case.strategy for case in cases))
     for number in range(config.rounds):
-        say(f"round {number + 1} of {config.rounds}: {', '.join(texts)} ...")
+        say(f"round {number + 1} of {config.rounds}: {names} ...")
         # Every round runs all strategies, so that a slow minute of the machine hits each of them.
-        for text in texts:
-            seconds = run_ranks(
+        for case in cases:
+            steps = run_ranks(
                 time_strategy,
-                Strategy.parse(text).num_ranks,
-                text,
+                Strategy.parse(case.strategy).num_ranks,
+                case,
                 config,
                 device=config.device,
                 threads=config.threads,
             )
-            times[text].append(max(seconds))
-    one_rank_s = tuple(times[str(parsed[0])])
-    return [
-        ScalingPoint(text, Strategy.parse(text).num_ranks, tuple(times[text]), one_rank_s)
-        for text in texts
-    ]
+            account = Account.of(steps)
+            times[case].append((account.wall_s, account))
 
+    def account_of(case: Case) -> Account:
+        return sorted(times[case], key=lambda pair: pair[0])[(config.rounds - 1) // 2][1]
 
-def time_strategy(text: str, config: ScalingConfig, *, compile: bool = False) -> float:
-    """Run steps on this rank, with compiled blocks if `compile`; return the median seconds."""
-    strategy, shape = Strategy.parse(text), config.model_shape
-    comm = Ranks(strategy, config.device)
-    device, precision = comm.device, resolve(config.precision, config.device)
-    plan = plan_decoder(strategy, shape, precision.master, precision.compute)
-    runner = plan.build(comm, functools.partial(fill_initial, shape, 0))
-    model = plan.model
-    if compile:
-        compile_blocks(model)
-    optimizer = OptimizerConfig()
-    step = Step(
-        model,
-        build_optimizer(model, optimizer),
-        NextToken(0, shape.dropout),
-        optimizer,
-        comm=comm,
-        num_steps=WARMUP_STEPS + config.steps,
-        run=runner,
-    )
-    num_rows = config.global_size // strategy.data_ranks
-    size, first = (num_rows, config.seq_len), comm.coord("data") * num_rows
-    generator = torch.Generator().manual_seed(first)
-    tokens_BT, labels_BT = (
-        torch.randint(shape.vocab_size, size, generator=generator) for _ in range(2)
-    )
-    batch = Batch(
-        tokens_BT=tokens_BT,
-        labels_BT=labels_BT,
-        positions_BT=torch.arange(config.seq_len).expand(size).contiguous(),
-        documents_BT=None,
-        rows_B=torch.arange(first, first + num_rows),
-    ).to(device)
-    times_s: list[float] = []
-    for _ in range(WARMUP_STEPS + config.steps):
-        barrier()
-        begin_s = time.perf_counter()
-        step([batch])
-        barrier()
-        times_s.append(time.perf_counter() - begin_s)
-    return statistics.median(times_s[WARMUP_STEPS:])
+    points: list[ScalingPoint] = []
+    for (kind, text), (method, case) in chosen.items():
+        num_ranks, alone = Strategy.parse(text).num_ranks, Case(ONE_RANK, config.global_size, False)
+        points.append(
+            ScalingPoint(
+                *(text, num_ranks),
+                *(tuple(wall_s for wall_s, _ in times[each]) for each in (case, alone)),
+                batch_of=kind,
+                method=method,
+                room=room,
+                account=account_of(case),
+                one_rank=account_of(alone),
+            )
+        )
+    return points
