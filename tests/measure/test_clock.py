@@ -1,0 +1,96 @@
+"""Clocks of ranks are compared over the job's store, and the printed errors bound the true ones."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.comm.comm import Ranks
+from phalanx.launch.local import run_ranks
+from phalanx.measure import clock
+from phalanx.measure.clock import CLOCK, Clocks, Comparison, clocks, compare, comparison_of
+from phalanx.strategy import Strategy
+
+AHEAD_S, PPM = 3.0, 50e-6
+true_clock = time.perf_counter
+
+
+def bent(t_s: float, since_s: float) -> float:
+    """The time of a clock that was AHEAD_S ahead at `since_s`, and drifts since."""
+    return t_s + AHEAD_S + PPM * (t_s - since_s)
+
+
+def compare_bent(folder: str, since_s: float) -> int:
+    comm = Ranks(Strategy.parse("dp3"))
+    with pytest.MonkeyPatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(time, "perf_counter", lambda: bent(true_clock(), since_s))
+        compare(Path(folder), comm)
+        time.sleep(0.2)
+        compare(Path(folder), comm)
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    return store.num_keys()
+
+
+def test_a_bent_clock_is_measured_over_the_store(tmp_path: Path) -> None:
+    since_s = true_clock()
+    first = run_ranks(compare_bent, 3, str(tmp_path), since_s, threads=1)
+    again = run_ranks(compare_bent, 3, str(tmp_path), since_s, threads=1)
+    assert len(set(first + again)) <= 2  # no key of a round is left
+    lines = [json.loads(line) for line in (tmp_path / CLOCK).read_text().splitlines()]
+    assert [line["rank"] for line in lines] == 4 * [0, 1, 2]
+    found = clocks(tmp_path)
+    for true_s in (line["at_s"] for line in lines if line["rank"] == 2):
+        for rank, own_s in ((0, true_s), (1, bent(true_s, since_s)), (2, true_s)):
+            error_s = found.error_s(rank, own_s)
+            assert abs(found.to_rank0(rank, own_s) - true_s) <= error_s + 1e-9
+            assert error_s < 1.0
+    assert found.error_s(0) == 0
+
+
+@given(st.integers(), st.floats(-50e-6, 50e-6), st.lists(st.floats(0, 0.1), min_size=4))
+def test_errors_bound_the_true_ones_inside_and_outside_of_the_comparisons(
+    seed: int, drift: float, delays_s: list[float]
+) -> None:
+    ahead_s = seed % 1000 / 7.0
+
+    def other(t_s: float) -> float:
+        return (1 + drift) * t_s + ahead_s
+
+    made: list[Comparison] = []
+    for begin_s in (100.0, 130.0):
+        t_s, rounds = begin_s, list[tuple[float, float, float]]()
+        for there_s, back_s in zip(delays_s[::2], delays_s[1::2], strict=False):
+            rounds.append((t_s, other(t_s + there_s), t_s + there_s + back_s))
+            t_s += there_s + back_s
+        made.append(comparison_of(1, rounds))
+    narrowest_s = min(a + b for a, b in zip(delays_s[::2], delays_s[1::2], strict=False))
+    for ends in (made, made[:1], made[1:]):
+        found = Clocks(ends)
+        for true_s in (90.0, 100.0, 115.0, 130.0, 150.0):
+            error_s = found.error_s(1, other(true_s))
+            assert abs(found.to_rank0(1, other(true_s)) - true_s) <= error_s + 1e-9
+    assert Clocks(made).error_s(1) <= narrowest_s + clock.DRIFT * 2 * sum(delays_s) + 1e-9
+
+
+def test_a_clock_that_was_set_between_two_comparisons_is_not_interpolated() -> None:
+    found = Clocks([Comparison(1, 10.0, 5.0, 1e-4), Comparison(1, 20.0, 900.0, 1e-4)])
+    assert found.to_rank0(1, 11.0) == 6.0
+    assert found.error_s(1, 11.0) == pytest.approx(1e-4 + clock.DRIFT)
+    assert found.to_rank0(1, 19.0) == -881.0
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "trace").mkdir()
+    line = '{"rank": 0, "at_s": 1.0, "offset_s": 0.0, "error_s": 0.0}\n'
+    (tmp_path / CLOCK).write_text(line + line[:-20])
+    found = clocks(tmp_path)
+    assert 0 in found
+    assert 1 not in found
