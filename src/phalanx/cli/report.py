@@ -9,14 +9,14 @@ from typing import Annotated, Final
 
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional
-from phalanx.errors import ConfigError
 from phalanx.report.html import keyed, page
 from phalanx.report.output import check_writable, print_json, values_of, writing
 from phalanx.report.tabular import Line, Part, Table
 from phalanx.report.terminal import Terminal
+from phalanx.review.compare import comparison
 from phalanx.review.run_records import newest_run, read_run
 from phalanx.review.run_values import values_of_run
-from phalanx.review.sections import sections_of_run
+from phalanx.review.sections import sections_of_comparison, sections_of_run
 
 MAX_ROWS: Final = 24
 """Most rows of a table on the screen; the page has all."""
@@ -47,12 +47,20 @@ def run(argv: list[str]) -> int:
         return import_module("phalanx.cli.report_trace").trace(argv[1:])
     config = read_command_line(argv, ReportConfig, prog="phalanx report")
     folders = [Path(each) for each in config.runs] or [newest_run()]
-    html = folders[0] / "report.html" if config.html is None else Path(config.html)
-    check_writable(html, ".html") if config.html is not None else None
+    name = "report.html" if len(folders) == 1 else "comparison.html"
+    html = folders[0] / name if config.html is None else Path(config.html)
+    if config.html is not None:
+        check_writable(html, ".html")
     document = values_of({"runs": [values_of_run(read_run(folder)) for folder in folders]})
-    sections = [*sections_of_run(keyed(document)["runs"][0])]
+    if len(folders) == 1:
+        title = f"Report of {folders[0].resolve().name}"
+        sections = [*sections_of_run(keyed(document)["runs"][0])]
+    else:
+        document["comparison"] = values_of(comparison(document["runs"]))
+        title = f"{len(folders)} runs compared"
+        sections = [*sections_of_comparison(keyed(document))]
     with writing(html, "; give another file with --html"):
-        html.write_text(page(f"Report of {folders[0].name}", sections), encoding="utf-8")
+        html.write_text(page(title, sections), encoding="utf-8")
     terminal = Terminal()
     for number, section in enumerate(sections):
         parts: list[Part] = [p for p in section.parts if isinstance(p, str | Line | Table)]

@@ -1,8 +1,8 @@
-"""Charts of a page as inline SVG, drawn without a library: curves, stacked areas and time lanes.
+r"""Charts of a page as inline SVG, drawn without a library: curves, stacked areas and time lanes.
 
 title                      ____ series, one color each, which the style sheet of the page gives
 y, unit  |      ____
-         |  ___/    \\___   |  a mark at one x
+         |  ___/    \___   |  a mark at one x
          +----------------- x, unit
 """
 

@@ -100,7 +100,9 @@ def _part(part: Part | Chart | Lanes) -> str:
 def _table(table: Table) -> Iterator[str]:
     yield f'<div class="scroll"><table><caption>{escape(table.title)}</caption>'
     if any(name for name, _ in table.columns):
-        cells = (f"<th{_side(right)}>{escape(name)}</th>" for name, right in table.columns)
+        cells = (
+            f"<th{_side(right)}{_key(name)}>{escape(name)}</th>" for name, right in table.columns
+        )
         yield f"<thead><tr>{''.join(cells)}</tr></thead>"
     yield "<tbody>"
     for row, printed in zip(table.rows, table.lines(), strict=True):

@@ -1,4 +1,4 @@
-"""What a report says of a run, as plain values: the screen, --json and the HTML show these alone."""
+"""What a report says of a run, as plain values; screen, JSON and page show these alone."""
 
 from __future__ import annotations
 
@@ -225,8 +225,8 @@ def _planned(summary: Mapping[str, Any], ledger: Values | None) -> Values | None
         for each in group:
             error, what = each.get("error"), each["what"]
             if error is not None and max(each["predicted"], each["measured"]) > SMALL * whole:
-                noun = {"time_s": "the time of ", "sent": "the bytes over "}.get(of, "")
-                noun += "the memory at its peak" if (of, what) == ("bytes", "peak") else what
+                noun = {"time_s": "the time of ", "sent": "the bytes over "}.get(of, "memory: ")
+                noun += "a step" if what == "step" else what
                 both = f"predicted {text(each['predicted'])}, measured {text(each['measured'])}"
                 words.append((abs(error), f"{noun}: {both} ({error:+.0%})"))
     largest = max(words, default=None)
@@ -378,7 +378,8 @@ def _environment(record: Record) -> dict[str, str]:
     return {
         "system": record["system"],
         "versions": ", ".join(f"{name} {each}" for name, each in record["versions"].items()),
-        "processor": f"{cpu['name']}, {cpu['num_cores']} cores, {cpu['num_threads']} threads a rank",
+        "processor": f"{cpu['name']}, {cpu['num_cores']} cores",
+        "threads of a rank": str(cpu["num_threads"]),
         "features": ", ".join(cpu["flags"]),
         "memory": size_text(record["memory_bytes"]),
         "gpus": "; ".join(f"{number} x {gpu}" for gpu, number in gpus.items()) or "none",

@@ -62,6 +62,44 @@ def sections_of_run(run: Mapping[str, Any]) -> Iterator[Section]:
     yield Section("Settings", [Table("", heads, rows)], is_detail=True)
 
 
+def sections_of_comparison(document: Mapping[str, Any]) -> Iterator[Section]:
+    """Yield the sections that compare the runs of a keyed document."""
+    compared, runs = document["comparison"], document["runs"]
+    names = compared["names"]
+    yield Section("In short", [Line(line, "bold") for line in compared["lines"]])
+    rows = [[row["what"], *map(_shown, row["values"])] for row in compared["settings"]]
+    heads = ["setting", *(Number(name, "g") for name in names)]
+    if rows:
+        yield Section("What differs in settings", [Table("", heads, rows)])
+    for part, title in (("loss", "Training loss"), ("validation", "Validation loss")):
+        curves = {
+            name: run["curve"][part]
+            for name, run in zip(names, runs, strict=True)
+            if run["curve"] and run["curve"][part]
+        }
+        if curves:
+            unit = next(run["curve"]["unit"] for run in runs if run["curve"])
+            yield Section(title, [_curve_chart(title, curves, unit)])
+    for part, title, unit in (
+        ("time_s", "Time of a step, median ms", 1e-3),
+        ("sent", "MiB that a rank sends in a step", MIB),
+        ("memory", "Memory of rank 0 at its peak, MiB", MIB),
+    ):
+        heads = ["what", *(Number(name, significant, unit) for name in names)]
+        heads += [Number(f"{name} / {names[0]}", ".2f") for name in names[1:]]
+        rows = [[row["what"], *row["values"], *row["ratios"][1:]] for row in compared[part]]
+        if rows:
+            yield Section(title, [Table("", heads, rows)])
+    lines = [line for run in runs for line in (*run["lines"], Line(run["folder"], "dim"), "")]
+    yield Section("Each run", lines)
+
+
+def _shown(value: Any) -> Any:
+    """Return a setting as a cell: a number, or a text."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number or isinstance(value, str) or value is None else str(value)
+
+
 def _commands(run: Mapping[str, Any]) -> Iterator[Part]:
     for name, command in run["commands"].items():
         yield f"To {name} the run:"
@@ -70,20 +108,18 @@ def _commands(run: Mapping[str, Any]) -> Iterator[Part]:
 
 def _curve(curve: Mapping[str, Any]) -> Iterator[Part | Chart]:
     series = {"training": curve["loss"], "validation": curve["validation"]}
-    yield curve_chart({name: points for name, points in series.items() if points}, curve["unit"])
+    known = {name: points for name, points in series.items() if points}
+    yield _curve_chart("Loss by step", known, curve["unit"])
     heads = [Number(f"{name} loss", significant) for name in ("first", "last", "least")]
     yield Table("", heads, [[curve["first"], curve["last"], curve["least"]]])
     for name, points in curve["metrics"].items():
-        yield curve_chart({name: points}, name)
+        name = name.replace("_", " ")
+        yield _curve_chart(f"Validation: {name} by step", {name: points}, name)
 
 
-def curve_chart(series: Mapping[str, Any], unit: str, title: str = "Loss by step") -> Chart:
-    """Return the chart of curves over the steps."""
+def _curve_chart(title: str, series: Mapping[str, Any], unit: str) -> Chart:
     keys = {name: points.key for name, points in series.items()}
-    title = title if unit not in series else f"{unit} of validation by step"
-    return Chart(
-        title, "step", f"loss, {unit}" if unit not in series else unit, dict(series), keys=keys
-    )
+    return Chart(title, "step", unit, dict(series), keys=keys)
 
 
 def _planned(planned: Mapping[str, Any]) -> Iterator[Part]:
@@ -97,6 +133,7 @@ def _planned(planned: Mapping[str, Any]) -> Iterator[Part]:
         rows = [
             (each["what"], each["predicted"], each["measured"], each.get("error"))
             for each in planned[name]
+            if each["predicted"] or each["measured"]
         ]
         if rows:
             yield Table(title, ("what", head("predicted"), head("measured"), ERROR), rows)
@@ -141,7 +178,12 @@ def _timeline(timeline: Mapping[str, Any]) -> Iterator[Lanes]:
 
 def _bytes(sent: Mapping[str, Any]) -> Iterator[Part]:
     yield from (axis["text"] for axis in sent["axes"])
-    heads = ("phase", "axis", "collective", Number("calls", ",.0f"), mib("payload"), mib("sent"))
+    heads = (
+        "phase",
+        "axis",
+        "collective",
+        *(Number(name, ",.0f") for name in ("calls", "payload, bytes", "sent, bytes")),
+    )
     names = ("phase", "axis", "op", "calls", "payload_bytes", "sent_bytes")
     rows = [[entry[name] for name in names] for entry in sent["entries"]]
     yield Table("What one rank sends in a step", heads, rows)
@@ -171,7 +213,7 @@ def _memory(memory: Mapping[str, Any]) -> Iterator[Part | Chart]:
             "predicted_at_peak_bytes",
             "at_peak_bytes",
         )
-        rows = [[kind[name] for name in names] for kind in memory["kinds"]]
+        rows = [[row[name] for name in names] for row in memory["kinds"] if row["most_bytes"]]
         yield Table("What rank 0 holds in a step", heads, rows)
     if memory["ranks"]:
         heads = (
@@ -185,7 +227,8 @@ def _memory(memory: Mapping[str, Any]) -> Iterator[Part | Chart]:
         keys = {kind: points.key for kind, points in curve["bytes"].items()}
         yield Chart(
             f"Memory of rank {curve['rank']:.0f} over a step", "time in the step, ms", "MiB",
-            curve["bytes"], (1e-3, MIB), is_stacked=True, marks=[(curve["peak_s"], "peak")], keys=keys,
+            curve["bytes"], (1e-3, MIB), is_stacked=True, marks=[(curve["peak_s"], "peak")],
+            keys=keys,
         )  # fmt: skip
 
 
@@ -202,11 +245,20 @@ def _utilization(use: Mapping[str, Any]) -> Iterator[Part]:
     yield from filter(None, (use["grade"], use["rate"], use["formula"], *use["warnings"]))
     if use["published"]:
         heads = (
-            "published run", "hardware", Number("devices", ",.0f"),
-            Number("parameters, M", ",.0f", 1e6), Number("MFU, %", ".1f", 0.01),
-            Number("HFU, %", ".1f", 0.01), Number("TFLOP/s", ",.0f", 1e12),
+            "model", "hardware", Number("devices", ",.0f"), Number("parameters, M", ",.0f", 1e6),
+             Number("MFU, %", ".1f", 0.01),
+            Number("HFU, %", ".1f", 0.01), Number("TFLOP/s", ",.0f", 1e12), "source",
         )  # fmt: skip
-        names = ("source", "hardware", "num_devices", "parameters", "mfu", "hfu", "flops_per_s")
+        names = (
+            "model",
+            "hardware",
+            "num_devices",
+            "parameters",
+            "mfu",
+            "hfu",
+            "flops_per_s",
+            "source",
+        )
         rows = [[row[name] for name in names] for row in use["published"]]
         yield Table("Published runs of like size", heads, rows, note=use["note"])
 
