@@ -13,6 +13,7 @@ import bisect
 import json
 import math
 from array import array
+from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +21,9 @@ from typing import Any, Final
 from phalanx.errors import ConfigError, nearest
 
 METRICS: Final = "metrics.jsonl"
+
+WINDOWS: Final = 1000
+"""Records of kind "ranks" that are kept."""
 
 Record = dict[str, Any]
 
@@ -36,7 +40,7 @@ class RunRecords:
         columns: name -> the value in each step record; NaN where a record has none.
         begin: index of the first step of the last process.
         evaluations: step -> loss and further metrics.
-        ranks: records of kind "ranks".
+        ranks: the latest records of kind "ranks".
         memory: rank -> record of kind "memory".
         num_processes: processes, one after the other, that wrote records.
         num_damaged: lines that are no records.
@@ -50,7 +54,7 @@ class RunRecords:
     columns: dict[str, array[float]] = field(default_factory=lambda: {"step": array("d")})
     begin: int = 0
     evaluations: dict[int, Record] = field(default_factory=dict[int, Record])
-    ranks: list[Record] = field(default_factory=list[Record])
+    ranks: deque[Record] = field(default_factory=lambda: deque[Record](maxlen=WINDOWS))
     memory: dict[int, Record] = field(default_factory=dict[int, Record])
     num_processes: int = 0
     num_damaged: int = 0
@@ -70,7 +74,8 @@ class RunRecords:
             values = {name: each for name, each in record.items() if name not in ("kind", "time")}
             self.evaluations[int(record["step"])] = values
         elif kind == "config":
-            self.config, self.summary, self.ranks, self.memory = record, {}, [], {}
+            self.config, self.summary, self.memory = record, {}, {}
+            self.ranks.clear()
             self.begin = self.num_steps
             self.num_processes += 1
         elif kind in ("environment", "summary"):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shlex
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from phalanx.measure.peaks import grade_of
-from phalanx.measure.spans import CollectiveSpan, ComputeSpan, WaitSpan, read_spans, span_files
+from phalanx.measure.spans import (
+    CollectiveSpan, ComputeSpan, StepSpans, WaitSpan, read_spans, span_files,
+)  # fmt: skip
+from phalanx.report.output import values_of
 from phalanx.report.units import percent, size_text, tera, time_text
 from phalanx.review.run_records import Record, RunRecords
 
@@ -63,7 +69,7 @@ def values_of_run(run: RunRecords) -> Values:
         "curve": _curve(run),
         "ledger": ledger,
         "planned": planned,
-        "timeline": _timeline(run.folder),
+        **_profiled(run.folder),
         "bytes": _bytes(summary),
         "memory": _memory(run),
         "utilization": use,
@@ -204,8 +210,19 @@ def _exposed(windows: Sequence[Record]) -> Iterator[Values]:
 
 
 def _straggler(run: RunRecords) -> str | None:
-    """Return the sentence on a rank that others wait for."""
-    return run.summary.get("straggler")
+    """Return the sentence on a rank that others wait for; of a killed run from its records."""
+    if "straggler" in run.summary or not run.ranks:
+        return run.summary.get("straggler")
+    if (straggler := _optional("phalanx.measure.straggler")) is None:
+        return None
+    window = _optional("phalanx.measure.rank_times").RankWindow
+    fields = {field.name for field in dataclasses.fields(window)}
+    windows = [
+        window(**{name: value for name, value in record.items() if name in fields})
+        for record in run.ranks
+    ]
+    accused = straggler.accuse(windows)
+    return accused and accused.text()
 
 
 def _planned(summary: Mapping[str, Any], ledger: Values | None) -> Values | None:
@@ -329,17 +346,20 @@ def _is_kind(row: Values, gpus: Sequence[str]) -> bool:
     return any(row["hardware"].split("-")[0] in name for name in gpus)
 
 
-def _timeline(folder: Path) -> Values | None:
-    """Return the lanes of each rank in the last step that all ranks profiled, for a drawing."""
+def _profiled(folder: Path) -> Values:
+    """Return lanes and overlap of the last step that all ranks profiled."""
     steps = dict[str, list[Path]]()
     for file in span_files(folder):
         steps.setdefault(file.parent.name, []).append(file)
     if not steps:
-        return None
+        return {"timeline": None, "overlap": None}
     most = max(map(len, steps.values()))
-    spans = [read_spans(f) for f in [fs for fs in steps.values() if len(fs) == most][-1]]
-    lanes = list[Values]()
-    for step in spans:
+    ranks = [
+        read_spans(file) for file in [each for each in steps.values() if len(each) == most][-1]
+    ]
+    begins_s = _begins(folder, ranks)
+    first_s, lanes = min(begins_s), list[Values]()
+    for step, begin_s in zip(ranks, begins_s, strict=True):
         least_s = (step.end_s - step.begin_s) / DRAWN_PARTS
         own = list[tuple[float, float, str]]()
         axes = dict[str, list[tuple[float, float, str]]]()
@@ -351,10 +371,26 @@ def _timeline(folder: Path) -> Values | None:
             elif isinstance(span, WaitSpan):
                 own.append((span.begin_s, span.end_s, "wait"))
         for name, each in {"": own, **axes}.items():
-            spans_s = _joined(sorted(each), step.begin_s, least_s)
+            spans_s = _joined(sorted(each), step.begin_s + first_s - begin_s, least_s)
             lanes.append({"rank": step.rank, "axis": name, "spans": spans_s})
     kinds = dict.fromkeys(span[2] for lane in lanes for span in lane["spans"])
-    return {"step": spans[0].step, "lanes": lanes, "kinds": [*kinds]}
+    timeline = {"step": ranks[0].step, "lanes": lanes, "kinds": [*kinds]}
+    overlap = _optional("phalanx.review.overlap")
+    return {"timeline": timeline, "overlap": overlap and values_of(overlap.overlap_of(ranks))}
+
+
+def _begins(folder: Path, ranks: Sequence[StepSpans]) -> list[float]:
+    """Return the begin of the step on each rank by the clock of rank 0, or zeros if unknown."""
+    try:
+        to_rank0 = _optional("phalanx.measure.clock").clocks(folder).to_rank0
+        return [to_rank0(step.rank, step.begin_s) for step in ranks]
+    except (OSError, KeyError, AttributeError):  # the clocks of these ranks were not compared
+        return [0.0] * len(ranks)
+
+
+def _optional(module: str) -> Any:
+    """Return a module; None if this installation lacks it."""
+    return import_module(module) if find_spec(module) is not None else None
 
 
 def _joined(

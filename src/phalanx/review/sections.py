@@ -18,9 +18,9 @@ MAX_CURVES: Final = 8
 
 
 def significant(value: float) -> str:
-    """Return a number with four digits, or its whole part."""
+    """Return a number with four digits, at most five of them behind the point."""
     digits = 3 - math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:,.{min(max(digits, 0), 9)}f}"
+    return f"{value:,.{min(max(digits, 0), 5)}f}"
 
 
 def ms(name: str) -> Number:
@@ -45,6 +45,7 @@ def sections_of_run(run: Mapping[str, Any]) -> Iterator[Section]:
         ("Planned beside measured", "planned"),
         ("Where the time of a step went", "ledger"),
         ("Timeline of a step", "timeline"),
+        ("Overlap of communication with arithmetic", "overlap"),
         ("Bytes by axis", "bytes"),
         ("Memory", "memory"),
         ("MFU and HFU", "utilization"),
@@ -176,6 +177,28 @@ def _timeline(timeline: Mapping[str, Any]) -> Iterator[Lanes]:
     yield Lanes("Phases, waits and collectives", names, timeline["kinds"])
 
 
+def _overlap(overlap: Mapping[str, Any]) -> Iterator[Part]:
+    names = ("under_way_s", "hidden_s", "exposed_s", "beside_s", "hidden_share")
+    heads = ["axis", *(ms(name[:-2].replace("_", " ")) for name in names[:-1])]
+    rows = [[axis["axis"], *(axis[name] for name in names)] for axis in overlap["axes"]]
+    heads += [Number("hidden, %", ".1f", 0.01)]
+    note = "Mean over ranks. Beside: while the rank waits for another axis."
+    yield Table("By axis", heads, rows, note=note)
+    names = ("phase", "part", "op", "label", "axis", "seconds", "share_of_part")
+    heads = [
+        "beneath",
+        "part",
+        "travels",
+        "of",
+        "axis",
+        ms("both"),
+        Number("of part, %", ".1f", 0.01),
+    ]
+    rows = [[each[name] for name in names] for each in overlap["beneath"]]
+    if rows:
+        yield Table("At the same time, seconds of all ranks", heads, rows)
+
+
 def _bytes(sent: Mapping[str, Any]) -> Iterator[Part]:
     yield from (axis["text"] for axis in sent["axes"])
     heads = (
@@ -268,6 +291,7 @@ _PARTS: Final = {
     "planned": _planned,
     "ledger": _ledger,
     "timeline": _timeline,
+    "overlap": _overlap,
     "bytes": _bytes,
     "memory": _memory,
     "utilization": _utilization,
