@@ -16,8 +16,13 @@ from typing import Any, Final
 
 from phalanx.measure.peaks import grade_of
 from phalanx.measure.spans import (
-    CollectiveSpan, ComputeSpan, StepSpans, WaitSpan, read_spans, span_files,
-)  # fmt: skip
+    CollectiveSpan,
+    ComputeSpan,
+    StepSpans,
+    WaitSpan,
+    read_spans,
+    span_files,
+)
 from phalanx.report.output import values_of
 from phalanx.report.units import percent, size_text, tera, time_text
 from phalanx.review.run_records import Record, RunRecords
@@ -148,7 +153,10 @@ def _ledger(run: RunRecords) -> Values | None:
     whole_s = sum(wall[at] for at in timed)
     units = [run.columns["tokens"][at] for at in timed] if "tokens" in run.columns else []
     step_s = statistics.median(wall[at] for at in timed)
-    ranks = _ranks(run.ranks)
+    # Windows with a step of the warm-up are left out, unless there are no others.
+    first = run.columns["step"][min(run.begin + WARMUP_STEPS, run.num_steps - 1)]
+    windows = [each for each in run.ranks if each["steps"][0] >= first] or [*run.ranks]
+    ranks = _ranks(windows)
     rows = list[Values]()
     for term in terms:
         seconds = [each for at in timed if math.isfinite(each := run.columns[f"{term}_s"][at])]
@@ -164,7 +172,7 @@ def _ledger(run: RunRecords) -> Values | None:
         "units_per_s": statistics.median(units) / step_s if units else None,
         "terms": rows,
         "ranks": ranks,
-        "exposed": [*_exposed(run.ranks)],
+        "exposed": [*_exposed(windows)],
         "straggler": _straggler(run),
         "advice": run.summary.get("advice"),
         "largest": cost

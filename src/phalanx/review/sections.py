@@ -151,7 +151,8 @@ def _ledger(ledger: Mapping[str, Any]) -> Iterator[Part]:
         heads += [ms(f"{name} rank") for name in ("least", "median", "most")]
         for row, term in zip(rows, ledger["terms"], strict=True):
             row += [term["least_s"], term["middle_s"], term["most_s"]]
-    yield Table("By term", heads, rows)
+    note = "Of ranks: the mean of a step." if has_ranks else ""
+    yield Table("By term", heads, rows, note=note)
     if has_ranks:
         terms = [*ledger["ranks"][0]["terms_s"]]
         short = {"communication": "comm."}
