@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_run import config, ranks, step, whole_run, write_run
 
 from phalanx.cli.main import main
+from recorded_run import config, ranks, step, whole_run, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -107,11 +107,13 @@ def test_every_number_of_the_page_is_in_the_document(
     assert run["memory"]["ranks"][1]["error"] == -0.25
     assert len(run["utilization"]["published"]) == 5 and "on CPUs" in run["utilization"]["note"]
     assert run["bytes"]["axes"][0]["text"] == (
-        "dp: each rank sends 2.00 MiB a step: 2 all_reduce of 2.00 MiB in all in backward; small "
-        "calls in metrics. The reason: every replica needs the gradient of the whole batch."
+        "dp: each rank sends 2.00 MiB a step: 2 all_reduce of 2.00 MiB together in backward, "
+        "because every replica needs the gradient of the whole batch. Small calls: metrics."
     )
     lanes = {(lane["rank"], lane["axis"]): lane["spans"] for lane in run["timeline"]["lanes"]}
-    assert [kind for _, _, kind in lanes[1, ""]] == ["forward", "backward", "wait", "optimizer"]
+    assert [kind for _, _, kind in lanes[1, ""]] == [
+        "forward", "backward", "wait: communication", "optimizer",
+    ]  # fmt: skip
     assert lanes[1, "dp"][0][:2] == pytest.approx([0.03, 0.06])
 
 

@@ -14,6 +14,11 @@ from typing import Literal
 GOOD, EXCELLENT = 0.30, 0.40
 """Thresholds above which the MFU of a GPU, relative to its data sheet, has these grades."""
 
+NO_GRADE = (
+    f"No grade: grades are for the data sheets of GPUs, above {100 * GOOD:.0f} % good and above "
+    f"{100 * EXCELLENT:.0f} % excellent."
+)
+
 Arithmetic = Literal["bfloat16", "float16", "tf32", "float32", "float64"]
 
 

@@ -64,9 +64,9 @@ class Chart:
                 scaled[name] = base
         xs = [x for points in scaled.values() for x, _ in points]
         ys = [y for points in scaled.values() for _, y in points if math.isfinite(y)] or [0.0]
-        low = 0.0 if self.is_stacked else min(ys)
+        low, high = (0.0, 1.12 * max(ys)) if self.is_stacked else (min(ys), max(ys))
         x_of, y_of = _Axis(min(xs), max(xs), LEFT, WIDTH - 12), _Axis(
-            low, max(ys), HEIGHT - BOTTOM, TOP
+            low, high, HEIGHT - BOTTOM, TOP
         )  # fmt: skip
         lines = [*_x_axis(x_of, HEIGHT - BOTTOM, self.x), *_y_axis(y_of, self.y)]
         for number, (name, points) in enumerate(scaled.items()):
@@ -89,7 +89,7 @@ class Chart:
             side = "end" if at > WIDTH / 2 else "start"
             lines.append(
                 f'<path class="mark" d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}"/>'
-                f'<text x="{at + (-5 if side == "end" else 5):.1f}" y="{TOP + 11}" '
+                f'<text class="over" x="{at + (-5 if side == "end" else 5):.1f}" y="{TOP + 11}" '
                 f'text-anchor="{side}">{escape(text)}</text>'
             )
         return _figure(self.title, f"{self.y} over {self.x}", HEIGHT, lines, [*scaled])
@@ -138,7 +138,8 @@ class _Axis:
     """A linear map from values to pixels."""
 
     def __init__(self, low: float, high: float, begin: float, end: float) -> None:
-        self.low, self.high = low, high if high > low else low + (abs(low) or 1.0)
+        around = 0.0 if high > low else abs(low) / 10 or 1.0
+        self.low, self.high = low - around, high + around
         self.begin, self.end = begin, end
 
     def __call__(self, value: float) -> float:

@@ -98,7 +98,8 @@ def _part(part: Part | Chart | Lanes) -> str:
 
 
 def _table(table: Table) -> Iterator[str]:
-    yield f'<div class="scroll"><table><caption>{escape(table.title)}</caption>'
+    yield _part(Line(table.title, "bold"))
+    yield f'<div class="scroll"><table aria-label="{escape(table.title)}">'
     if any(name for name, _ in table.columns):
         cells = (
             f"<th{_side(right)}{_key(name)}>{escape(name)}</th>" for name, right in table.columns
@@ -142,16 +143,17 @@ p{margin:8px 0;overflow-wrap:anywhere;max-width:75ch;white-space:pre-line}
 pre{background:var(--box);padding:8px 12px;border-radius:6px;overflow-x:auto;font-size:13px}
 .scroll{overflow-x:auto;margin:8px 0}
 table{border-collapse:collapse;font-size:14px;font-variant-numeric:tabular-nums}
-caption{text-align:left;font-weight:600;padding:6px 0}
-th,td{padding:3px 18px 3px 0;text-align:left;vertical-align:top}
-th{border-bottom:1px solid var(--rule);color:var(--dim);font-weight:600;white-space:nowrap}
-.n{text-align:right;white-space:nowrap}
+th,td{padding:3px 18px 3px 0;text-align:left;vertical-align:top;white-space:nowrap}
+td:last-child:not(.n){white-space:normal;min-width:210px;overflow-wrap:anywhere}
+th{border-bottom:1px solid var(--rule);color:var(--dim);font-weight:600}
+.n{text-align:right}
 details{margin:24px 0}summary{cursor:pointer;font-size:18px;font-weight:600}
 figure{margin:16px 0;max-width:800px}figcaption{font-weight:600}
 svg{display:block;width:100%;min-width:560px;height:auto}
 svg text{font-size:12px;fill:var(--ink)}svg .tick{fill:var(--dim);font-size:11px}
 .axis,.grid,.mark{fill:none;stroke:var(--dim)}.grid{stroke:var(--rule)}
 .mark{stroke:var(--ink);stroke-dasharray:3 3}
+.over{paint-order:stroke;stroke:var(--page);stroke-width:4px}
 .line{fill:none;stroke-width:1.7;stroke-linejoin:round;stroke-linecap:round}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:2px 16px;padding:0;margin:4px 0;
 font-size:13px}.legend i{display:inline-block;width:10px;height:10px;margin-right:6px}

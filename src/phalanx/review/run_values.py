@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from phalanx.measure.peaks import grade_of
+from phalanx.measure.peaks import NO_GRADE, grade_of
 from phalanx.measure.spans import (
     CollectiveSpan,
     ComputeSpan,
@@ -26,6 +26,7 @@ from phalanx.measure.spans import (
 from phalanx.report.output import values_of
 from phalanx.report.units import percent, size_text, tera, time_text
 from phalanx.review.run_records import Record, RunRecords
+from phalanx.strategy.kinds import WHY_SENT
 
 Values = dict[str, Any]
 
@@ -47,16 +48,6 @@ SMALL: Final = 0.05
 NUM_PUBLISHED: Final = 5
 
 _NOT_TERMS: Final = {"wall", "tokens_per"}
-
-_WHY: Final = {
-    "dp": "every replica needs the gradient of the whole batch",
-    "fsdp": "a rank holds a shard of each parameter, gathers it for the arithmetic, and reduces "
-    "gradients to shards",
-    "tp": "each product is split over these ranks, and its inputs are gathered or its parts summed",
-    "cp": "attention needs keys and values of the positions on the other ranks",
-    "pp": "activations go to the next stage, and their gradients back",
-}
-"""Axis -> why its ranks send."""
 
 
 def values_of_run(run: RunRecords) -> Values:
@@ -272,15 +263,15 @@ def _bytes(summary: Mapping[str, Any]) -> Values | None:
         own.sort(key=lambda entry: -entry["sent_bytes"])
         large = [each for each in own if each["sent_bytes"] > 0.01 * sent_bytes]
         words = [
-            f"{each['calls']:,} {each['op']} of {size_text(each['payload_bytes'])} in all in "
+            f"{each['calls']:,} {each['op']} of {size_text(each['payload_bytes'])} together in "
             f"{each['phase']}"
             for each in large
         ]
-        if small := [each["phase"] for each in own if each not in large]:
-            words.append(f"small calls in {', '.join(dict.fromkeys(small))}")
-        why = _WHY.get(axis.split("_")[0], "its ranks agree on counts and norms")
+        why = WHY_SENT.get(axis.split("_")[0], "its ranks agree on counts and norms")
         sentence = f"{axis}: each rank sends {size_text(sent_bytes)} a step: "
-        sentence += f"{'; '.join(words)}. The reason: {why}."
+        sentence += f"{'; '.join(words)}, because {why}."
+        if small := [each["phase"] for each in own if each not in large]:
+            sentence += f" Small calls: {', '.join(dict.fromkeys(small))}."
         axes.append({"axis": axis, "sent_bytes": sent_bytes, "text": sentence})
     return {"axes": axes, "entries": entries}
 
@@ -332,7 +323,7 @@ def _utilization(run: RunRecords, ledger: Values | None) -> Values | None:
             found[name + short] = use[f"{name}_{of.replace(' ', '_')}_{attention}"]
     rate = f"{tera(use['model_flops_per_s'])} of model FLOPs on {use['num_devices']} devices"
     found |= {"rate": rate, "formula": use["formula"], "warnings": use["warnings"]}
-    found["grade"] = grade_of(found["mfu"]) if of == "data sheet" and found["mfu"] else None
+    found["grade"] = grade_of(found["mfu"]) if of == "data sheet" and found["mfu"] else NO_GRADE
     gpus = [gpu["name"] for gpu in run.environment.get("gpus", [])]
     is_gpu = of == "data sheet" or (bool(gpus) and run.config.get("device") != "cpu")
     found["published"], found["note"] = [], ""
@@ -375,14 +366,13 @@ def _profiled(folder: Path) -> Values:
             if isinstance(span, CollectiveSpan):
                 axes.setdefault(span.axis, []).append((span.begin_s, span.end_s, "collective"))
             elif isinstance(span, ComputeSpan):
-                own.append((span.begin_s, span.end_s, span.phase))
+                own.append((span.begin_s, span.end_s, span.term))
             elif isinstance(span, WaitSpan):
-                own.append((span.begin_s, span.end_s, "wait"))
+                own.append((span.begin_s, span.end_s, f"wait: {span.term}"))
         for name, each in {"": own, **axes}.items():
             spans_s = _joined(sorted(each), step.begin_s + first_s - begin_s, least_s)
             lanes.append({"rank": step.rank, "axis": name, "spans": spans_s})
-    kinds = dict.fromkeys(span[2] for lane in lanes for span in lane["spans"])
-    timeline = {"step": ranks[0].step, "lanes": lanes, "kinds": [*kinds]}
+    timeline = {"step": ranks[0].step, "lanes": lanes}
     overlap = _optional("phalanx.review.overlap")
     return {"timeline": timeline, "overlap": overlap and values_of(overlap.overlap_of(ranks))}
 

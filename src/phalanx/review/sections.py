@@ -33,6 +33,12 @@ def mib(name: str) -> Number:
     return Number(f"{name}, MiB", significant, MIB)
 
 
+_KINDS: Final = (
+    *("forward", "backward", "optimizer", "data", "other", "collective"),
+    *("wait: bubble", "wait: communication"),
+)
+"""Kinds of the spans of a timeline, in the order of their colors."""
+
 SHARE: Final = Number("share, %", ".1f", 0.01)
 ERROR: Final = Number("error, %", "+.1f", 0.01)
 
@@ -175,7 +181,7 @@ def _timeline(timeline: Mapping[str, Any]) -> Iterator[Lanes]:
         f"rank {lane['rank']:.0f}{' ' if lane['axis'] else ''}{lane['axis']}": lane["spans"]
         for lane in lanes
     }
-    yield Lanes("Phases, waits and collectives", names, timeline["kinds"])
+    yield Lanes("Phases, waits and collectives", names, _KINDS)
 
 
 def _overlap(overlap: Mapping[str, Any]) -> Iterator[Part]:
