@@ -41,6 +41,7 @@ VERBS: Final[Mapping[str, str]] = {
     "server": "run one parameter-server role of a multi-host job",
     "verify": "prove that a strategy computes what one process computes",
     "bench": "measure this machine: matmul ceiling, MFU, scaling, the time of each layer",
+    "report": "say where time, bytes and memory of a run went, beside the plan; compare runs",
     "plan": "find the fastest strategies that fit a model on a cluster, by pricing them",
     "show": "run a method on ranks, step by step; or show devices and clusters of the catalogue",
     "doctor": "check the installation",
@@ -49,11 +50,6 @@ VERBS: Final[Mapping[str, str]] = {
     "serve": "serve a trained model over HTTP with an OpenAI-compatible API",
 }
 """Verb -> description; the module phalanx.cli.<verb> has `run(argv) -> exit code`."""
-
-NOT_BUILT: Final[Mapping[str, str]] = {
-    "report": "phalanx train --report prints where time, bytes and memory went",
-}
-"""Planned verb -> command that does a part of its work today."""
 
 MOVED: Final[Mapping[str, str]] = {
     "predict": "benchmarks/planner/predict.py of the source tree predicts published runs",
@@ -166,17 +162,12 @@ def _dispatch(words: list[str]) -> int:
 
         print(f"phalanx {phalanx.__version__}")
         return 0
-    if verb in NOT_BUILT:
-        raise ConfigError(
-            f"'{verb}' is not built yet; today {NOT_BUILT[verb]}; the verbs are {', '.join(VERBS)}"
-        )
     if verb in MOVED:
         raise ConfigError(f"'{verb}' is no verb any more; {MOVED[verb]}")
     if verb not in VERBS:
-        meant = nearest(verb, VERBS)
-        if not meant and (meant := nearest(verb, NOT_BUILT)):
-            meant = f"{meant.removesuffix('?)')}, which is not built yet?)"
-        raise ConfigError(f"{verb!r} is not a verb{meant}; the verbs are {', '.join(VERBS)}")
+        raise ConfigError(
+            f"{verb!r} is not a verb{nearest(verb, VERBS)}; the verbs are {', '.join(VERBS)}"
+        )
     return import_module(f"phalanx.cli.{verb}").run(rest)
 
 
@@ -190,8 +181,8 @@ def _usage() -> str:
         "",
         *(f"  {verb:<9} {text}" for verb, text in VERBS.items()),
         "",
-        f"Not built yet: {', '.join(NOT_BUILT)}. phalanx help VERB lists a verb's options; --json",
-        "makes the last line of its output one JSON document; --version prints the version.",
+        "phalanx help VERB lists a verb's options; --json makes the last line of its output one",
+        "JSON document; --version prints the version.",
         "",
         "  phalanx train                                the demo: a small decoder on real text",
         "  phalanx train --strategy dp2 --data notes/   your own text over two processes",

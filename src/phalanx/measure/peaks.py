@@ -11,6 +11,14 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+GOOD, EXCELLENT = 0.30, 0.40
+"""Thresholds above which the MFU of a GPU, relative to its data sheet, has these grades."""
+
+NO_GRADE = (
+    f"No grade: grades are for the data sheets of GPUs, above {100 * GOOD:.0f} % good and above "
+    f"{100 * EXCELLENT:.0f} % excellent."
+)
+
 Arithmetic = Literal["bfloat16", "float16", "tf32", "float32", "float64"]
 
 
@@ -38,6 +46,15 @@ class DataSheet:
         if "bfloat16" in tera:
             tera = {"float16": tera["bfloat16"], **tera}
         return {arithmetic: 1e12 * rate for arithmetic, rate in tera.items()}
+
+
+def grade_of(mfu: float) -> str:
+    """Return the grade of an MFU relative to the data sheet, with its thresholds and source."""
+    word = "excellent" if mfu > EXCELLENT else "good" if mfu > GOOD else "can be better"
+    return (
+        f"{word}: on GPUs above {100 * GOOD:.0f} % is good and above {100 * EXCELLENT:.0f} % "
+        "excellent; a rule of thumb; arXiv 2204.02311 (PaLM) compares the MFU of published models"
+    )
 
 
 def peak_of(name: str, arithmetic: Arithmetic) -> Peak | None:

@@ -12,13 +12,10 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from phalanx.account.flops import Attention, Flops
-from phalanx.measure.peaks import Peak
+from phalanx.measure.peaks import Peak, grade_of
 from phalanx.report.units import percent, tera
 
 Reference = Literal["data sheet", "ceiling"]
-
-GOOD, EXCELLENT = 0.30, 0.40
-"""Thresholds above which the MFU of a GPU, relative to its data sheet, has these grades."""
 
 _SHARES = "MFU = model FLOPs / (time x devices x peak), HFU = (model FLOPs + recompute) / the same"
 _COUNT = "model FLOPs = 6 x matmul parameters x tokens"
@@ -118,7 +115,7 @@ class Utilization:
             if (share := self.mfu(of)) is not None:
                 devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
                 words = f"{percent(share)} of the {of} ({tera(rate)} for {devices})"
-                return words + (f"; {self._grade()}" if of == "data sheet" else "")
+                return words + (f"; {grade_of(share)}" if of == "data sheet" else "")
         return None
 
     def text(self) -> str:
@@ -131,8 +128,8 @@ class Utilization:
                 full = f"MFU {percent(self.mfu(of, 'full'))}, HFU {percent(self.hfu(of, 'full'))}"
                 words += f" (causal); {full} (full attention)"
             lines.append(f"{words} of the {of} ({tera(rate)}{source})")
-        if self.mfu("data sheet") is not None:
-            lines.append(f"The MFU is {self._grade()}.")
+        if (share := self.mfu("data sheet")) is not None:
+            lines.append(f"The MFU is {grade_of(share)}.")
         if not lines:
             lines.append("no MFU: this device has neither a data sheet nor a measured ceiling")
         lines.append(f"{self.rate_text()} of model FLOPs; {self.formula}")
@@ -171,13 +168,3 @@ class Utilization:
     def _share(self, flops: int, of: Reference) -> float | None:
         share = flops / self.time_s / self.rates.get(of, math.nan)
         return share if 0 <= share <= 1 else None  # NaN, without a peak, gives None
-
-    def _grade(self) -> str:
-        """Return the grade of the data-sheet MFU, with its thresholds and source."""
-        share = self.mfu("data sheet") or 0.0
-        word = "excellent" if share > EXCELLENT else "good" if share > GOOD else "can be better"
-        return (
-            f"{word}: on GPUs above {100 * GOOD:.0f} % is good and above {100 * EXCELLENT:.0f} % "
-            "excellent; a rule of thumb; arXiv 2204.02311 (PaLM) compares the MFU of published "
-            "models"
-        )

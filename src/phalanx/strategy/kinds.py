@@ -111,6 +111,16 @@ KINDS: Final = {
 }
 """Kinds of each axis, outer to inner, and of recompute; the first kind of each is the default."""
 
+WHY_SENT: Final = {
+    "pp": "activations go to the next stage, and their gradients back",
+    "dp": "every replica needs the gradient of the whole batch",
+    "fsdp": "a rank holds shards of the parameters, gathers them for the arithmetic, and reduces "
+    "gradients to shards",
+    "cp": "attention needs keys and values of the positions on the other ranks",
+    "tp": "each product is split over these ranks: inputs are gathered, or parts of it summed",
+}
+"""Axis -> why its ranks send."""
+
 SERVED: Final = ("ps", "ssp", "async", "quorum", "local")
 """Kinds of dp with parameter servers; each worker is a separate job of one process."""
 

@@ -1,0 +1,35 @@
+"""What is computed of records for a report."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from recorded_run import config, step, write_run
+
+from phalanx.report.html import page
+from phalanx.review.run_records import read_run
+from phalanx.review.run_values import BUCKETS, thinned, values_of_run
+
+
+def test_a_long_curve_keeps_its_ends_and_the_extremes_of_each_part() -> None:
+    xs = [float(at) for at in range(100_000)]
+    ys = [math.sin(x / 700) for x in xs]
+    ys[77_777], ys[5], ys[11] = 40.0, -40.0, math.nan
+    points = thinned(xs, ys)
+    assert len(points) <= 2 * BUCKETS + 2 and points == sorted(points)
+    assert [77_777.0, 40.0] in points and [5.0, -40.0] in points
+    assert points[0][0] == 0 and points[-1][0] == 99_999
+    assert thinned([1, 2, 3], [1, math.nan, 2]) == [[1, 1], [3, 2]]
+
+
+def test_a_resumed_run_has_medians_of_its_last_process(tmp_path: Path) -> None:
+    steps = [step(at, 1.0) for at in range(1, 9)], [step(at, 0.5) for at in range(5, 13)]
+    folder = write_run(tmp_path, config("dp2"), *steps[0], config("dp4"), *steps[1])
+    ledger = values_of_run(read_run(folder))["ledger"]
+    assert (ledger["num_steps"], ledger["step_s"]) == (5, 0.5)
+
+
+def test_a_run_before_its_first_step_has_a_report(tmp_path: Path) -> None:
+    values = values_of_run(read_run(write_run(tmp_path, config("dp2"))))
+    assert values["lines"][1] == "no step was recorded" and page("", [])
