@@ -108,16 +108,23 @@ class Ledger(Watch):
     def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
         """Run a collective, and count it if it has a payload."""
         if call.op not in WITHOUT_PAYLOAD:
-            axis, num_ranks = self._axis_of.get(call.ranks, "world"), len(call.ranks)
-            sizes = [_bytes(tensors) for tensors in (call.inputs, call.outputs) if tensors]
-            if call.op in ("gather", "scatter"):  # only the root has the full tensor, N shards
-                payload = min(size for size in sizes if size) * num_ranks
-            elif call.op == "all_gather" and len(sizes) == 1:  # the op allocates the output
-                payload = sizes[0] * num_ranks
-            else:
-                payload = max(sizes)
-            self._tally.add(self.phase_name, axis, call.op, payload, num_ranks)
+            num_ranks, payload = len(call.ranks), payload_bytes(call)
+            self._tally.add(self.phase_name, self.axis_of(call), call.op, payload, num_ranks)
         return run()
+
+    def axis_of(self, call: Call) -> str:
+        """Return the mesh axis of a collective, see `Comm.axis_by_ranks`; else "world"."""
+        return self._axis_of.get(call.ranks, "world")
+
+
+def payload_bytes(call: Call) -> int:
+    """Return the bytes of the full tensor of a collective, or of a message that is received."""
+    sizes = [_bytes(tensors) for tensors in (call.inputs, call.outputs) if tensors]
+    if call.op in ("gather", "scatter"):  # only the root has the full tensor, N shards
+        return min(size for size in sizes if size) * len(call.ranks)
+    if call.op == "all_gather" and len(sizes) == 1:  # the op allocates the output
+        return sizes[0] * len(call.ranks)
+    return 0 if call.op == "barrier" else max(sizes)
 
 
 def _bytes(value: Any) -> int:

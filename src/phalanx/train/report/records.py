@@ -7,12 +7,14 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from phalanx.comm.ledger import Entry, Ledger
+from phalanx.comm.ranges import named
 from phalanx.comm.waits import around_waits
+from phalanx.config.profile import ProfileOptions
 from phalanx.launch.failure import READER_LEFT
 from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import RunLog, StepRecord
@@ -26,6 +28,9 @@ from phalanx.train.evaluate import Evaluation
 from phalanx.train.notice import compiling, notice_if_slow
 from phalanx.train.session import Session
 from phalanx.train.step import TERMS, StepResult
+
+if TYPE_CHECKING:
+    from phalanx.measure.profile import Profile  # with torch.profiler, which few runs need
 
 LEDGER_STEP = 1
 """Index of the step whose collectives are counted: the second, when all buffers exist."""
@@ -61,6 +66,7 @@ class Records:
         losses: losses of the latest steps, at most MEASURED_STEPS.
         evaluations: evaluations so far.
         num_steps: steps taken so far by this process.
+        profile: profile of the run; None without one.
         ceiling_flops_per_s: measured FLOP/s of matrix products, mean over ranks; None before.
         log: log of the records on rank 0; None on other ranks.
     """
@@ -83,6 +89,7 @@ class Records:
         self._restart_timer = True
         self._watching = ExitStack()
         self.log: RunLog | None = None
+        self.profile: Profile | None = None
         if session.is_first:
             terminal = Terminal(reader_left=READER_LEFT)
             self.log = RunLog(session.out, terminal, session.num_steps, session.log)
@@ -94,6 +101,18 @@ class Records:
                 self.log.note("step", {"step": number, **values, "skipped": found.is_skipped})
             for line in session.remarks():
                 self.log.display.terminal.say(line)
+        if session.config.profile is not None:
+            from phalanx.measure.profile import Profile
+
+            self.profile = Profile(
+                session.out,
+                session.comm,
+                session.strategy,
+                ProfileOptions.parse(session.config.profile),
+                model=session.step.model,
+                phases=TERMS | {"data": "data"},
+                say=lambda words: self.log and self.log.display.terminal.say(words, "yellow"),
+            )
 
     def __enter__(self) -> Records:
         self._watching.enter_context(
@@ -107,7 +126,9 @@ class Records:
         del axis
         return self.timer.phase("communication")
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self.profile is not None:
+            self.profile.close(is_failed=kind is not None)
         self._watching.close()
         if self.log is not None:
             self.log.close()
@@ -118,7 +139,9 @@ class Records:
         if self._restart_timer:
             self.timer.begin_step()
             self._restart_timer = False
-        with self.timer.phase("data"):
+        if self.profile is not None:
+            self.profile.begin_step(self.session.step.steps_done + 1)
+        with named("data"), self.timer.phase("data"):
             yield
 
     @contextmanager
@@ -148,6 +171,9 @@ class Records:
         self.losses.append(result.loss)
         self._units.append(session.num_units(result))
         times = self.timer.end_step()
+        if self.profile is not None and not self.profile.is_over:
+            self.profile.end_step(times.terms_s, self.timer.switches)
+            self._restart_timer = True  # exclude the writing of traces from the next step
         self.num_steps += 1
         if self.num_steps == 1:
             self._measure_ceiling()
