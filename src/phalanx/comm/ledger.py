@@ -1,7 +1,6 @@
 """Count every collective by op, bytes, mesh axis and phase, whichever library calls it.
 
-A `Ledger` is a watch (comm.watch). It costs a few microseconds per tensor
-operation, so enable it only for the steps to count.
+A `Ledger` is a watch of collectives (comm.watch); other operators cost nothing under it.
 
 `payload_bytes` is the size of the full tensor of the collective (the gathered, reduced or
 broadcast one); `sent_bytes` is the number of bytes that one rank must send under a
@@ -24,7 +23,7 @@ import torch
 from typing_extensions import override
 
 from phalanx.comm.calls import Call
-from phalanx.comm.watch import Watch
+from phalanx.comm.watch import CallWatch
 
 if TYPE_CHECKING:
     from phalanx.comm.comm import Comm
@@ -91,7 +90,7 @@ class Tally:
         return [Entry(*key, *sums) for key, sums in self._sums.items()]
 
 
-class Ledger(Watch):
+class Ledger(CallWatch):
     """Counts the collectives that run inside `with Ledger(comm) as ledger:`."""
 
     def __init__(self, comm: Comm, tally: Tally | None = None) -> None:

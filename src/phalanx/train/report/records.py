@@ -33,10 +33,11 @@ if TYPE_CHECKING:
     from phalanx.measure.profile import Profile  # with torch.profiler, which few runs need
 
 LEDGER_STEP = 1
-"""Index of the step whose collectives are counted: the second, when all buffers exist."""
+"""Index of the first step whose collectives are counted: the second, when all buffers exist."""
 
 MEMORY_STEP = 2
-"""Index of the step whose memory is accounted: the third, which the medians exclude."""
+"""Index of the step whose memory is accounted: the third, which the medians exclude; or the first
+after it that is not profiled."""
 
 WARMUP_STEPS = 3
 """First steps of this process that the medians exclude; a shorter run uses only its first step."""
@@ -76,6 +77,7 @@ class Records:
         self.session = session
         self.timer = StepTimer(session.comm.device, history=MEASURED_STEPS)
         self.entries: list[Entry] = []
+        self._has_entries = False
         self.memory: MemoryAccount | None = None
         self.last: StepResult | None = None
         self.losses = deque[float](maxlen=MEASURED_STEPS)
@@ -149,14 +151,20 @@ class Records:
         """Measure the step inside: also bytes in LEDGER_STEP, and memory in MEMORY_STEP."""
         del microbatches
         step = self.session.step
-        if self.num_steps == LEDGER_STEP:
+        # Not in a profiled step, whose trace would have the time that a memory ledger takes.
+        recorder = None if self.profile is None else self.profile.recorder
+        if recorder is not None:
+            with compiling(self.session.config.compile and self.num_steps == 0):
+                yield
+            self.entries, self._has_entries = recorder.entries(), True
+        elif self.num_steps >= LEDGER_STEP and not self._has_entries:
             with Ledger(self.session.comm) as ledger, step.watched(ledger.phase):
                 yield
-            self.entries = ledger.entries()
+            self.entries, self._has_entries = ledger.entries(), True
         elif self.num_steps == 0 and self.session.arithmetic is None:
             with self._types:
                 yield
-        elif self.num_steps == MEMORY_STEP and self.blind_spot is None:
+        elif self.num_steps >= MEMORY_STEP and self.memory is None and self.blind_spot is None:
             memory = MemoryLedger(step.model, step.optimizer, self.session.comm.device)
             with memory, step.watched(memory.phase):
                 yield
