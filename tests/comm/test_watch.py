@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -17,7 +20,7 @@ from torch.utils.checkpoint import (
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry, Ledger
-from phalanx.comm.watch import COMPOSITES, active, register_composite
+from phalanx.comm.watch import COMPOSITES, Watch, active, register_composite
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import CollectiveMismatch
 from phalanx.launch.local import run_ranks
@@ -118,14 +121,17 @@ def test_a_collective_that_differs_inside_is_told_where_the_composite_is_called(
 
 def leave_as_it_was() -> None:
     """An error inside a composite leaves the modes as they were."""
-    with Ledger(Ranks(Strategy.parse("dp1"))) as ledger:
+    watch = Watch()
+    with Ledger(Ranks(Strategy.parse("dp1"))) as ledger, watch:
+        assert active() == [watch]
         with pytest.raises(RuntimeError):
             custom(torch.ones(2, 2), torch.ones(3, 3))
         custom(torch.ones(2, 2), torch.ones(2, 2))
+    assert active() == []
     custom(torch.ones(2, 2), torch.ones(2, 2))
     assert [entry.calls for entry in ledger.entries()] == [1]
     del COMPOSITES[OPERATOR]
-    with Ledger(Ranks(Strategy.parse("dp1"))):
+    with Watch():
         with pytest.raises(NotImplementedError, match="multiply_and_sum_in_a_test"):
             custom(torch.ones(2, 2), torch.ones(2, 2))
 
@@ -137,10 +143,8 @@ def test_after_an_error_and_without_an_implementation() -> None:
 def gathered_under_two_watches(shares_memory: bool) -> list[list[tuple[str, int]]]:
     comm = Ranks({"dp": 2}, shares_memory=shares_memory)
     with Ledger(comm) as outer, Ledger(comm) as inner:
-        assert active() == [outer, inner]
         comm.all_gather(torch.ones(SIZE), "dp", 0)
         dist.all_reduce(torch.ones(SIZE))
-    assert active() == []
     return [[(e.op, e.calls) for e in each.entries()] for each in (outer, inner)]
 
 
@@ -150,3 +154,19 @@ def test_each_watch_sees_a_call_of_an_engine_once_and_none_of_its_messages(
 ) -> None:
     for seen in run_ranks(gathered_under_two_watches, 2, shares_memory):
         assert seen == [[("all_gather", 1), ("all_reduce", 1)]] * 2
+
+
+def names_of_operators(has_ledger: bool) -> list[str]:
+    comm, layer = Ranks({"dp": 2}, shares_memory=False), nn.Linear(2, 2)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        with Ledger(comm) if has_ledger else nullcontext():
+            layer(torch.ones(2, 2)).sum().backward()
+            dist.all_reduce(torch.ones(2))
+            funcol.wait_tensor(funcol.all_reduce(torch.ones(2), "sum", comm.mesh.get_group("dp")))
+    return sorted(event.name for event in profiled.events() or () if "gloo" not in event.name)
+
+
+def test_a_profiler_sees_the_same_operators_under_a_ledger() -> None:
+    alone, watched = (run_ranks(names_of_operators, 2, each)[0] for each in (False, True))
+    assert "aten::addmm" in alone and "c10d::allreduce_" in alone
+    assert watched == alone

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import random
-import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic_spans import (
+    Clock,
+    bent,
+    checked,
+    collective,
+    compute,
+    wait,
+    write_clocks,
+    write_step,
+)
 
-from phalanx.errors import ConfigError
-from phalanx.measure.clock import CLOCK
 from phalanx.measure.spans import CounterSample, Span
 from phalanx.review.merge import merge
-from synthetic_spans import Clock, bent, checked, collective, compute, wait, write_clocks, write_step
 
 
 def random_spans(seed: int, num_ranks: int, num_calls: int) -> list[list[Span]]:
@@ -43,9 +47,7 @@ def random_spans(seed: int, num_ranks: int, num_calls: int) -> list[list[Span]]:
             if op == "send":
                 name, peer = ("send", members[1]) if rank == members[0] else ("recv", members[0])
             end_s = max(begins_s[rank], *(begins_s[each] for each in sources), 0.0) + soon_s
-            spans[rank].append(
-                collective(begins_s[rank], end_s, name, "dp", group, number, peer)
-            )
+            spans[rank].append(collective(begins_s[rank], end_s, name, "dp", group, number, peer))
             if draw.random() < 0.7:  # or it goes on beneath what follows
                 spans[rank].append(wait(at_s[rank], end_s, "dp"))
                 at_s[rank] = end_s
@@ -58,7 +60,9 @@ def test_no_receive_ends_before_its_send_and_errors_bound_the_true_ones(
     seed: int, num_ranks: int, drift: float, is_killed: bool
 ) -> None:
     draw = random.Random(seed)
-    clocks: list[Clock] = [bent(3.0 * draw.random(), drift * draw.random()) for _ in range(num_ranks)]
+    clocks: list[Clock] = [
+        bent(3.0 * draw.random(), drift * draw.random()) for _ in range(num_ranks)
+    ]
     clocks[0] = bent(0.0, 0.0)  # so that times of the trace are true ones
     with TemporaryDirectory() as folder:
         run = Path(folder)
@@ -67,7 +71,9 @@ def test_no_receive_ends_before_its_send_and_errors_bound_the_true_ones(
         begin_s = 100.0
         for step, spans in steps.items():
             write_step(run, step, clocks, begin_s, {"dp": num_ranks}, spans.__getitem__)
-            begin_s += max(s.end_s for each in spans for s in each if not isinstance(s, CounterSample))
+            begin_s += max(
+                s.end_s for each in spans for s in each if not isinstance(s, CounterSample)
+            )
         merged = merge(run, run / "merged.json")
         events = checked(run / "merged.json")
         assert not merged.notes

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from recorded_run import config, ranks, step, summary, write_run
 
 from phalanx.review.run_records import newest_run, read_run
+from recorded_run import config, ranks, step, summary, write_run
 
 
 def test_a_resumed_run_replaces_the_steps_that_it_takes_again(tmp_path: Path) -> None:

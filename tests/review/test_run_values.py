@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from recorded_run import config, step, write_run
-
 from phalanx.report.html import page
 from phalanx.review.run_records import read_run
 from phalanx.review.run_values import BUCKETS, thinned, values_of_run
+from recorded_run import config, step, write_run
 
 
 def test_a_long_curve_keeps_its_ends_and_the_extremes_of_each_part() -> None:

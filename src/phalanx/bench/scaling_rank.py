@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager

@@ -7,15 +7,16 @@ and the pipeline runtime by `read_call`; our own engines report theirs by `watch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload
 
-_NAMESPACES = ("c10d", "_c10d_functional")
+NAMESPACES = ("c10d", "_c10d_functional")
 
 _OPS = {
     "all_reduce": "allreduce_ allreduce_coalesced_ all_reduce all_reduce_ all_reduce_coalesced "
@@ -85,7 +86,7 @@ def read_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ca
     Raises:
         NotImplementedError: the op is in a namespace of collectives, but not in the table above.
     """
-    if getattr(func, "namespace", "") not in _NAMESPACES:
+    if getattr(func, "namespace", "") not in NAMESPACES:
         return None
     name = func._schema.name.split("::")[1]
     if name in _NO_COLLECTIVE:
@@ -95,6 +96,14 @@ def read_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ca
     names = (argument.name for argument in func._schema.arguments)
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     return Call(_KIND[name], _group(func, arguments), arguments)
+
+
+def collectives_of(namespace: str) -> Iterator[OpOverload]:
+    """Yield the collectives of the table above that a namespace of the dispatcher has."""
+    packets = getattr(torch.ops, namespace)
+    for name in _KIND:
+        if (packet := getattr(packets, name, None)) is not None:
+            yield from (getattr(packet, overload) for overload in packet.overloads())
 
 
 def group_named(name: Any) -> dist.ProcessGroup:

@@ -389,7 +389,7 @@ class Ranks(Comm):
         engine = self._engines[axis]
         if op in ("send", "recv"):
             engine, option = self._message_engine(axis, option, is_send=op == "send")
-        with named(f"{op} {axis}"):
+        with named(f"{op} {axis}", out, given):
             work = engine.begin(op, out, given, option, is_spent=is_spent)
             return Pending(out, work, op=op, axis=axis)
 

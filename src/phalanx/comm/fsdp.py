@@ -25,8 +25,9 @@ class ShardGather(AllGather):
         transfer: latest asynchronous all-gather; None before the first.
     """
 
-    def __init__(self, engine: CommEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: CommEngine, part: str = "") -> None:
+        """Gather through `engine`; `part` of the model labels traces."""
+        self._engine, self._part = engine, part
         self.transfer: Transfer | None = None
 
     @override
@@ -49,10 +50,10 @@ class ShardGather(AllGather):
         async_op: bool = False,
     ) -> Transfer | None:
         """Gather; with `async_op`, return the running transfer instead of waiting for it."""
-        with named("all_gather fsdp"):
+        with named("all_gather fsdp", output_tensor, of=self._part):
             work = self._engine.begin("all_gather", output_tensor, input_tensor, is_spent=True)
         assert isinstance(work, Transfer)
-        work.axis = self._engine.axis
+        work.axis, work.tensor = self._engine.axis, output_tensor
         if async_op:
             self.transfer = work
             return work
@@ -101,6 +102,7 @@ class ShardReduction(ReduceScatter):
         engine: CommEngine,
         last: LastReduction | None = None,
         is_read_at_once: Callable[[], bool] = lambda: True,
+        part: str = "",
     ) -> None:
         """Reduce gradients of one or more parameter groups.
 
@@ -109,8 +111,9 @@ class ShardReduction(ReduceScatter):
             last: running reduction, common to all parameter groups of the model.
             is_read_at_once: called at the start of a reduction; returns whether the output is
                 read immediately.
+            part: part of the model, which labels traces.
         """
-        self._engine = engine
+        self._engine, self._part = engine, part
         self._has_input = False
         self._last = last or LastReduction()
         self._is_read_at_once = is_read_at_once
@@ -143,10 +146,10 @@ class ShardReduction(ReduceScatter):
         self._has_input = False
         if op != dist.ReduceOp.SUM:
             raise NotImplementedError(f"reduce_scatter of fsdp only sums; its op is {op}")
-        with named("reduce_scatter fsdp"):
+        with named("reduce_scatter fsdp", input_tensor, of=self._part):
             work = self._engine.begin("reduce_scatter", output_tensor, input_tensor, is_spent=True)
         assert isinstance(work, Transfer)
-        work.axis = self._engine.axis
+        work.axis, work.tensor = self._engine.axis, output_tensor
         if async_op:
             return work
         if self._is_read_at_once():

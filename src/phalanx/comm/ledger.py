@@ -1,7 +1,6 @@
 """Count every collective by op, bytes, mesh axis and phase, whichever library calls it.
 
-A `Ledger` is a watch (comm.watch). It costs a few microseconds per tensor
-operation, so enable it only for the steps to count.
+A `Ledger` is a watch of collectives (comm.watch); other operators cost nothing under it.
 
 `payload_bytes` is the size of the full tensor of the collective (the gathered, reduced or
 broadcast one); `sent_bytes` is the number of bytes that one rank must send under a
@@ -24,7 +23,7 @@ import torch
 from typing_extensions import override
 
 from phalanx.comm.calls import Call
-from phalanx.comm.watch import Watch
+from phalanx.comm.watch import CallWatch
 
 if TYPE_CHECKING:
     from phalanx.comm.comm import Comm
@@ -91,7 +90,7 @@ class Tally:
         return [Entry(*key, *sums) for key, sums in self._sums.items()]
 
 
-class Ledger(Watch):
+class Ledger(CallWatch):
     """Counts the collectives that run inside `with Ledger(comm) as ledger:`."""
 
     def __init__(self, comm: Comm, tally: Tally | None = None) -> None:
@@ -108,16 +107,23 @@ class Ledger(Watch):
     def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
         """Run a collective, and count it if it has a payload."""
         if call.op not in WITHOUT_PAYLOAD:
-            axis, num_ranks = self._axis_of.get(call.ranks, "world"), len(call.ranks)
-            sizes = [_bytes(tensors) for tensors in (call.inputs, call.outputs) if tensors]
-            if call.op in ("gather", "scatter"):  # only the root has the full tensor, N shards
-                payload = min(size for size in sizes if size) * num_ranks
-            elif call.op == "all_gather" and len(sizes) == 1:  # the op allocates the output
-                payload = sizes[0] * num_ranks
-            else:
-                payload = max(sizes)
-            self._tally.add(self.phase_name, axis, call.op, payload, num_ranks)
+            num_ranks, payload = len(call.ranks), payload_bytes(call)
+            self._tally.add(self.phase_name, self.axis_of(call), call.op, payload, num_ranks)
         return run()
+
+    def axis_of(self, call: Call) -> str:
+        """Return the mesh axis of a collective, see `Comm.axis_by_ranks`; else "world"."""
+        return self._axis_of.get(call.ranks, "world")
+
+
+def payload_bytes(call: Call) -> int:
+    """Return the bytes of the full tensor of a collective, or of a message that is received."""
+    sizes = [_bytes(tensors) for tensors in (call.inputs, call.outputs) if tensors]
+    if call.op in ("gather", "scatter"):  # only the root has the full tensor, N shards
+        return min(size for size in sizes if size) * len(call.ranks)
+    if call.op == "all_gather" and len(sizes) == 1:  # the op allocates the output
+        return sizes[0] * len(call.ranks)
+    return 0 if call.op == "barrier" else max(sizes)
 
 
 def _bytes(value: Any) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Final
 
@@ -35,14 +35,20 @@ Steps = Generator[AwaitedWord]
 
 
 class SharedTransfer(Transfer):
-    """A shared-memory collective; `steps` yields each word of a peer that it must wait for."""
+    """A shared-memory collective; `steps` yields each word of a peer that it must wait for.
+
+    Attributes:
+        has_ended: whether the output is complete.
+        on_end: called when it is, if that is later; None for nothing.
+    """
 
     def __init__(self, steps: Steps, channels: Channels) -> None:
         super().__init__(())
         self._steps = steps
         self._channels = channels
         self._need: AwaitedWord | None = None
-        self._has_ended = False
+        self.has_ended = False
+        self.on_end: Callable[[], None] | None = None
         self._error: BaseException | None = None
         with _ADVANCE_LOCK:
             UNDER_WAY.append(self)
@@ -54,7 +60,7 @@ class SharedTransfer(Transfer):
         If a step raises an error, this and each later call raise it.
         """
         with _ADVANCE_LOCK:
-            while not self._has_ended and (self._need is None or self._need.is_met()):
+            while not self.has_ended and (self._need is None or self._need.is_met()):
                 try:
                     with unwatched():
                         self._need = next(self._steps)
@@ -68,8 +74,10 @@ class SharedTransfer(Transfer):
             return self._need
 
     def _end(self) -> None:
-        self._has_ended, self._need = True, None
+        self.has_ended, self._need = True, None
         UNDER_WAY.remove(self)
+        if self.on_end is not None:
+            self.on_end()
 
     @override
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -92,5 +100,5 @@ class SharedTransfer(Transfer):
                     of_peers = (each for each in needs if each and not self._channels.is_own(each))
                     need = next(of_peers, need)
                     self._channels.sleep(need, begun_s, CROWDED_TICK_S if others else TICK_S)
-            self.is_waited_for = True
+            self.is_waited_for, self.tensor = True, None  # later its memory may be freed
         return True

@@ -99,5 +99,5 @@ class Transfer(dist.Work):
         complete, self._complete = self._complete, None
         if complete is not None:
             complete()
-        self.is_waited_for = True
+        self.is_waited_for, self.tensor = True, None  # later its memory may be freed
         return True

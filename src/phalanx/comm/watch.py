@@ -1,11 +1,16 @@
 """Intercept each collective and each operator of PyTorch, also if a library calls it.
 
 A `Watch` is a dispatch mode. Inside `with watch:` it calls its method `run_call` for each
-collective, and `run_operator` for each other operator. The ledger, the check of collectives and
-memory accounting are watches. Two paths lead to `run_call`:
+collective, and `run_operator` for each other operator. The check of collectives and memory
+accounting are watches. Two paths lead to `run_call`:
 
     torch.distributed, FSDP2, DTensor -> the dispatcher -> a watch -> run_call -> operator
     exchange, shared_memory           -> `call`         -> a watch -> run_call -> engine
+
+[Note: Calls alone] A mode costs microseconds an operator, and torch.profiler records each operator
+twice under it. A `CallWatch`, such as the ledger, is no mode and sees collectives alone: a kernel
+of all collectives at the key BackendSelect, which the dispatcher visits below autograd and modes,
+asks for the watches of this thread, and passes the call on to its backend.
 
 [Note: Unwatched] Inside of `call` all modes are off, as in gloo's thread. A rank continues a
 collective wherever it waits, possibly in a recomputed forward or in a step whose memory is counted:
@@ -27,22 +32,28 @@ not fuse: communicated bytes are counted completely, memory is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+import threading
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
+from torch.library import Library
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.comm.calls import Call, read_call
+from phalanx.comm.calls import NAMESPACES, Call, collectives_of, read_call
 
 Result = TypeVar("Result")
+
+# Private, and the only way past a kernel; tests/comm/test_watch.py pins it.
+_BACKENDS: Final = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)  # pyright: ignore[reportPrivateUsage]
 
 COMPOSITE_NAMESPACE = "phalanx_tensor"
 """Namespace of the operators whose inner operators a watch sees, see [Note: Composites]."""
@@ -70,6 +81,69 @@ class Phases:
             yield
         finally:
             self.phase_name = before
+
+
+class CallWatch(Phases):
+    """Sees each collective, and no other operator, inside `with watch:`; see [Note: Calls alone]."""
+
+    _is_inside = False  # a call, whose inner calls are not seen
+
+    def __enter__(self) -> Self:
+        if not _LIBRARIES:
+            _LIBRARIES.extend(_registered())
+        self._thread = threading.get_ident()
+        _CALL_WATCHES.append(self)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        _CALL_WATCHES.remove(self)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread is the one of the watch, or runs its backward on a GPU."""
+        return self._thread == threading.get_ident() or torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+
+    def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
+        """Run a collective, `run()`, and return its result."""
+        del call
+        return run()
+
+    def run_outer_call(self, call: Call, run: Callable[[], Any]) -> Any:
+        """Run a collective by `run_call` unless it is part of another collective."""
+        if self._is_inside:
+            return run()
+        self._is_inside = True
+        try:
+            return self.run_call(call, run)
+        finally:
+            self._is_inside = False
+
+
+_CALL_WATCHES: Final[list[CallWatch]] = []
+_LIBRARIES: Final[list[Library]] = []
+"""Registrations of `_run_kernel`, made for the first `CallWatch`."""
+
+
+def _registered() -> Iterator[Library]:
+    """Register `_run_kernel` for all collectives of the dispatcher."""
+    for namespace in NAMESPACES:
+        library = Library(namespace, "IMPL")
+        for operator in collectives_of(namespace):
+            name = operator.name().partition("::")[2]
+            kernel = partial(_run_kernel, operator)
+            library.impl(name, kernel, "BackendSelect", with_keyset=True)
+        yield library
+
+
+def _run_kernel(operator: OpOverload, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    """Run a collective of the dispatcher as a call for each `CallWatch`."""
+    run: Callable[[], Any] = partial(operator.redispatch, keys & _BACKENDS, *args, **kwargs)
+    if watches := [watch for watch in _CALL_WATCHES if watch.is_here]:
+        called = read_call(operator, args, kwargs)
+        assert called is not None, f"{operator} is a collective"
+        for watch in watches:
+            run = partial(watch.run_outer_call, called, run)
+    return run()
 
 
 class Watch(Phases, TorchDispatchMode):
@@ -142,7 +216,7 @@ def call(
             `input`; `reduce_op`, `root_rank`, `dst`, `src`, `tag`, sizes of splits.
         run: starts the collective.
     """
-    if not torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportPrivateUsage]
+    if not _CALL_WATCHES and not torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportPrivateUsage]
         return run()
 
     def start() -> Result:
@@ -150,8 +224,12 @@ def call(
             return run()
 
     each: Callable[[], Result] = start
+    called = Call(op, group, arguments)
     for watch in active():  # the innermost one runs first
-        each = partial(watch.run_call, Call(op, group, arguments), each)
+        each = partial(watch.run_call, called, each)
+    for watch in _CALL_WATCHES:
+        if watch.is_here:
+            each = partial(watch.run_outer_call, called, each)
     return each()
 
 

@@ -205,6 +205,9 @@ class RunConfig:
     match; slow."""
     timeout_s: Annotated[float, Use.EQUAL, TIMEOUT_S] = 600.0
     """Longest wait for another rank, in seconds."""
+    profile: Annotated[str | None, Use.EQUAL | Use.NOT_SAVED] = None
+    """Steps to profile, such as wait=1,warmup=1,active=2, with torch.profiler's switches: repeat,
+    record_shapes, profile_memory, with_stack, with_flops; the traces are in <out>/trace."""
 
 
 @dataclass(frozen=True, kw_only=True)

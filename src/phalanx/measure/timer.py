@@ -62,6 +62,7 @@ class StepTimer:
 
     Attributes:
         history: times of the latest steps, oldest first.
+        switches: terms of the last step, each with its begin.
     """
 
     def __init__(self, device: torch.device | str = "cpu", history: int = 1000) -> None:
@@ -103,6 +104,7 @@ class StepTimer:
         """End the step, begin the next, wait for the GPU, and return the times of the step."""
         self._switches.append((_OTHER, self._now()))
         begin, switches, end = self._begin, self._switches, self._now()
+        self.switches = [*switches]
         self.begin_step()
         if isinstance(end, torch.cuda.Event):
             end.synchronize()

@@ -58,10 +58,13 @@ def use_engine(
         # For the rest this list has all parameters of the model; nothing overlaps its reduction.
         trained = [p for module in modules for p in module.parameters() if p.requires_grad]
         is_read_at_once = functools.partial(_is_read_at_once, trained, has_replicas)
+        part = group.names[0] or "rest"
         for module in cast(list[FSDPModule], modules):
-            gathers[module] = ShardGather(engine)  # FSDP2 uses the one of a group's last module
+            gathers[module] = ShardGather(
+                engine, part
+            )  # FSDP2 uses the one of a group's last module
             module.set_custom_all_gather(gathers[module])
-            module.set_custom_reduce_scatter(ShardReduction(engine, last, is_read_at_once))
+            module.set_custom_reduce_scatter(ShardReduction(engine, last, is_read_at_once, part))
 
     def take_unused(*_: Any) -> None:
         # No later forward may use the old weights of blocks that inference skipped. For blocks

@@ -8,14 +8,16 @@ import time
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from phalanx.account.rank_memory import memory
 from phalanx.comm.ledger import Entry, Ledger
+from phalanx.comm.ranges import named
 from phalanx.comm.together import barrier, gather_on_first
 from phalanx.comm.waits import around_waits
+from phalanx.config.profile import ProfileOptions
 from phalanx.launch.failure import READER_LEFT
 from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import RunLog, StepRecord
@@ -34,11 +36,15 @@ from phalanx.train.report.prediction import kinds_of
 from phalanx.train.session import Session
 from phalanx.train.step import TERMS, StepResult
 
+if TYPE_CHECKING:
+    from phalanx.measure.profile import Profile  # with torch.profiler, which few runs need
+
 LEDGER_STEP = 1
-"""Index of the step whose collectives are counted: the second, when all buffers exist."""
+"""Index of the first step whose collectives are counted: the second, when all buffers exist."""
 
 MEMORY_STEP = 2
-"""Index of the step whose memory is accounted: the third, which the medians exclude."""
+"""Index of the step whose memory is accounted: the third, which the medians exclude; or the first
+after it that is not profiled."""
 
 WARMUP_STEPS = 3
 """First steps of this process that the medians exclude; a shorter run uses only its first step."""
@@ -68,6 +74,7 @@ class Records:
         losses: losses of the latest steps, at most MEASURED_STEPS.
         evaluations: evaluations so far.
         num_steps: steps taken so far by this process.
+        profile: profile of the run; None without one.
         ceiling_flops_per_s: measured FLOP/s of matrix products, mean over ranks; None before.
         windows: times of the steps on every rank, on rank 0 of several; the latest MEASURED_STEPS.
         machine: measured rates and links of this machine on rank 0, without any before.
@@ -79,6 +86,7 @@ class Records:
         self.session = session
         self.timer = StepTimer(session.comm.device, history=MEASURED_STEPS)
         self.entries: list[Entry] = []
+        self._has_entries = False
         self.memory: MemoryAccount | None = None
         self._memory_ledger: MemoryLedger | None = None
         self.last: StepResult | None = None
@@ -97,6 +105,7 @@ class Records:
         self.windows: list[RankWindow] = []
         self._watching = ExitStack()
         self.log: RunLog | None = None
+        self.profile: Profile | None = None
         if session.is_first:
             terminal = Terminal(reader_left=READER_LEFT)
             self.log = RunLog(session.out, terminal, session.num_steps, session.logs)
@@ -108,6 +117,18 @@ class Records:
                 self.log.note("step", {"step": number, **values, "skipped": found.is_skipped})
             for line in session.remarks():
                 self.log.display.terminal.say(line)
+        if session.config.profile is not None:
+            from phalanx.measure.profile import Profile
+
+            self.profile = Profile(
+                session.out,
+                session.comm,
+                session.strategy,
+                ProfileOptions.parse(session.config.profile),
+                model=session.step.model,
+                phases=TERMS | {"data": "data"},
+                say=lambda words: self.log and self.log.display.terminal.say(words, "yellow"),
+            )
 
     def __enter__(self) -> Records:
         self._watching.enter_context(
@@ -117,7 +138,9 @@ class Records:
             self._watching.enter_context(around_waits(lambda _, axis: self.timer.wait(axis)))
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self.profile is not None:
+            self.profile.close(is_failed=kind is not None)
         self._watching.close()
         if self.log is not None:
             self.log.close()
@@ -128,7 +151,9 @@ class Records:
         if self._restart_timer:
             self.timer.begin_step()
             self._restart_timer = False
-        with self.timer.phase("data"):
+        if self.profile is not None:
+            self.profile.begin_step(self.session.step.steps_done + 1)
+        with named("data"), self.timer.phase("data"):
             yield
 
     @contextmanager
@@ -136,14 +161,20 @@ class Records:
         """Measure the step inside: also bytes in LEDGER_STEP, and memory in MEMORY_STEP."""
         del microbatches
         step = self.session.step
-        if self.num_steps == LEDGER_STEP:
+        # Not in a profiled step, whose trace would have the time that a memory ledger takes.
+        recorder = None if self.profile is None else self.profile.recorder
+        if recorder is not None:
+            with compiling(self.session.config.compile and self.num_steps == 0):
+                yield
+            self.entries, self._has_entries = recorder.entries(), True
+        elif self.num_steps >= LEDGER_STEP and not self._has_entries:
             with Ledger(self.session.comm) as ledger, step.watched(ledger.phase):
                 yield
-            self.entries = ledger.entries()
+            self.entries, self._has_entries = ledger.entries(), True
         elif self.num_steps == 0 and self.session.arithmetic is None:
             with self._types:
                 yield
-        elif self.num_steps == MEMORY_STEP and self.blind_spot is None:
+        elif self.num_steps >= MEMORY_STEP and self.memory is None and self.blind_spot is None:
             ledger = MemoryLedger(step.model, step.optimizer, self.session.comm.device)
             with ledger, step.watched(ledger.phase):
                 yield
@@ -159,6 +190,9 @@ class Records:
         self._units.append(session.num_units(result))
         times = self.timer.end_step()
         self._ungathered.append(times)
+        if self.profile is not None and not self.profile.is_over:
+            self.profile.end_step(times.terms_s, self.timer.switches)
+            self._restart_timer = True  # exclude the writing of traces from the next step
         self.num_steps += 1
         if self.num_steps == 1:
             self._measure_ceiling()
