@@ -129,7 +129,7 @@ def test_a_disk_that_fills_up_under_the_curves_ends_only_the_curves(
 
 def test_tensorboard_opens_no_second_run(tmp_path: Path) -> None:
     tracker = TensorBoard(tmp_path)
-    tracker.record("config", {"seed": 1})
+    tracker("config", {"seed": 1})
     tracker.close()
     assert [path.parent.name for path in tmp_path.rglob("events*")] == ["tensorboard"]
 

@@ -1,14 +1,11 @@
 """The picture of a record of memory: every height and width is that of a value of the record."""
 
-import io
 import re
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from phalanx.report.curves import COLOURS, memory_png, memory_svg, memory_text
+from phalanx.report.curves import COLOURS, memory_pixels, memory_svg, memory_text
 
 MIB = 2**20
 RECORD = {
@@ -69,7 +66,7 @@ def test_a_record_without_a_prediction_or_of_nothing_is_drawn() -> None:
 
 
 def test_the_same_areas_as_pixels() -> None:
-    image = np.asarray(Image.open(io.BytesIO(memory_png(RECORD, 100, 102)))).tolist()
+    image = memory_pixels(RECORD, 100, 102).tolist()
     colours = {tuple(bytes.fromhex(colour[1:])): kind for kind, colour in COLOURS.items()}
     for column, kinds in {10: 0, 35: 20, 75: 30}.items():  # MiB of activations at that time
         names = [colours.get(tuple(row[column]), "") for row in image]

@@ -12,16 +12,16 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from phalanx.errors import TrainingError
 from phalanx.measure.rank_times import RankWindow
 from phalanx.measure.timer import StepTimes
-from phalanx.measure.trackers import FunctionTracker, TensorBoard, Tracker, has_tensorboard
+from phalanx.measure.trackers import TensorBoard, Tracker, has_tensorboard
 from phalanx.report.output import OTHER_FOLDER, json_text, values_of, writing
 from phalanx.report.terminal import Progress, Terminal
 from phalanx.report.units import percent
@@ -89,18 +89,18 @@ class RunLog:
         folder: Path,
         terminal: Terminal,
         total_steps: int,
-        functions: Sequence[Callable[[str, Mapping[str, Any]], object]] = (),
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         """Open the log files; create the run's folder if it does not exist.
 
-        Each of `functions` is also called with the kind and the values of each record.
+        Each of `trackers`, and TensorBoard's if it is installed, receives each record.
 
         Raises:
             ConfigError: the folder cannot be written.
             CheckpointError: a record would be written through a link to a place outside `folder`.
         """
         self.folder = folder
-        self._trackers: list[Tracker] = [FunctionTracker(function) for function in functions]
+        self._trackers = [*trackers]
         with writing(folder, OTHER_FOLDER):
             folder.mkdir(parents=True, exist_ok=True)
             # Said where curves end, and in the first run of a folder of runs, but not in each run.
@@ -158,13 +158,12 @@ class RunLog:
             raise unwritten from error
         for tracker in [*self._trackers]:
             try:
-                tracker.record(kind, values_of(values))
+                tracker(kind, values_of(values))
             except Exception as error:
-                self._trackers.remove(tracker)
-                with suppress(Exception):
-                    tracker.close()
+                self._close(tracker)
+                name = getattr(tracker, "__qualname__", type(tracker).__name__)
                 self.display.terminal.say(
-                    f"{tracker.name} gets no more records, because it raised "
+                    f"{name} gets no more records, because it raised "
                     f"{type(error).__name__}: {error}; {METRICS_FILE} gets all",
                     "yellow",
                 )
@@ -174,9 +173,14 @@ class RunLog:
         self.display.close()
         with suppress(OSError):  # each line was flushed, and raised its own write error
             self._file.close()
-        for tracker in self._trackers:
+        for tracker in [*self._trackers]:
+            self._close(tracker)
+
+    def _close(self, tracker: Tracker) -> None:
+        self._trackers.remove(tracker)
+        if hasattr(tracker, "close"):
             with suppress(Exception):  # it may have failed since its last record
-                tracker.close()
+                cast(Any, tracker).close()
 
     def __enter__(self) -> RunLog:
         return self

@@ -1,18 +1,17 @@
-"""Trackers of a run: TensorBoard, and a user's function. Each receives every record of rank 0.
+"""Trackers of a run: functions that rank 0 calls with each record, such as TensorBoard's.
 
-kind of a record       curves of TensorBoard
-config                 the settings, as hyperparameters
-step, evaluation       train/loss, time/backward_s, validation/loss, ...
-ranks                  time_ranks/TERM_min, _median and _max over ranks, exposed/AXIS
-memory                 memory/KIND at the largest peak of a rank, and a picture of each stage
-summary                sent/AXIS in bytes, predicted/NAME and measured/NAME
+kind of a record    what TensorBoard shows
+config              the settings as hyperparameters
+step, evaluation    train/loss, time/backward_s, validation/loss, ...
+ranks               time_ranks/TERM_min, _median, _max over ranks, exposed/AXIS
+memory              memory/stage0/KIND at the peak, and a picture, of each stage's first rank
+summary             sent/AXIS in bytes, predicted/NAME and measured/NAME
 """
 
 from __future__ import annotations
 
 import statistics
 import threading
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -21,10 +20,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from typing_extensions import override
-
 from phalanx.errors import CheckpointError
-from phalanx.report.curves import memory_png, memory_text
+from phalanx.report.curves import memory_pixels, memory_text
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter
@@ -32,38 +29,11 @@ if TYPE_CHECKING:
 Values = Mapping[str, Any]
 """The values of a record as plain JSON types, see report/output.py."""
 
+Tracker = Callable[[str, Values], object]
+"""Called with the kind and the values of each record; `close()`, if it has one, at the end."""
+
 FINAL: Final = ("train/loss", "train/tokens_per_s", "train/mfu", "validation/loss")
 """Curves whose last values TensorBoard shows beside the hyperparameters."""
-
-
-class Tracker(ABC):
-    """A receiver of the records of a run on rank 0.
-
-    Attributes:
-        name: name of the tracker in messages.
-    """
-
-    name: str
-
-    @abstractmethod
-    def record(self, kind: str, values: Values) -> None:
-        """Receive a record; after an exception the tracker gets no more records."""
-
-    def close(self) -> None:
-        """Flush all records; nothing follows."""
-        return
-
-
-class FunctionTracker(Tracker):
-    """A user's function, called with the kind and the values of each record."""
-
-    def __init__(self, function: Callable[[str, Values], object]) -> None:
-        self._function = function
-        self.name = getattr(function, "__qualname__", type(function).__name__)
-
-    @override
-    def record(self, kind: str, values: Values) -> None:
-        self._function(kind, values)
 
 
 def has_tensorboard() -> bool:
@@ -71,10 +41,8 @@ def has_tensorboard() -> bool:
     return find_spec("tensorboard") is not None
 
 
-class TensorBoard(Tracker):
-    """Curves, hyperparameters and pictures in the folder `tensorboard` of a run."""
-
-    name = "TensorBoard"
+class TensorBoard:
+    """The tracker that writes to the folder `tensorboard` of a run."""
 
     def __init__(self, run: Path) -> None:
         """Make the folder; the first record opens its file.
@@ -83,7 +51,7 @@ class TensorBoard(Tracker):
             CheckpointError: the folder is a link.
             OSError: the folder cannot be made.
         """
-        self._run, folder = run, run / "tensorboard"
+        self._folder = folder = run / "tensorboard"
         if folder.is_symlink():
             raise CheckpointError(
                 f"{folder} is a link, but records are written only to the run's own folder; move "
@@ -99,19 +67,19 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._hook_before, threading.excepthook = threading.excepthook, self._on_thread_error
-        return SummaryWriter(str(self._run / "tensorboard"), flush_secs=10)
+        return SummaryWriter(str(self._folder), flush_secs=10)
 
-    @override
-    def record(self, kind: str, values: Values) -> None:
+    def __call__(self, kind: str, values: Values) -> None:
+        """Write a record."""
         match kind:
             case "config":
                 self._add_settings(values)
             case "step":
-                for name in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu"):
-                    self._add(f"train/{name}", number(values, name), values["step"])
                 for name in values:
                     if name.endswith("_s") and name not in ("tokens_per_s", "exposed_s"):
-                        self._add(f"time/{name}", number(values, name), values["step"])
+                        self._add(f"time/{name}", values[name], values["step"])
+                for name in ("loss", "grad_norm", "lr", "tokens_per_s", "mfu"):
+                    self._add(f"train/{name}", number(values, name), values["step"])
             case "evaluation":
                 for name in values:
                     if name != "step" and not name.endswith("_text"):
@@ -127,12 +95,22 @@ class TensorBoard(Tracker):
                     self._add(f"exposed/{axis}", statistics.fmean(by_rank), values["steps"][-1])
             case "memory" if values["stage"] not in self._stages:
                 self._stages.add(values["stage"])
-                self._add_memory(f"memory/stage{values['stage']}", values, values["step"])
+                step, curves = values["step"], f"memory/stage{values['stage']}"
+                held = {kind: of[values["peak"]] for kind, of in values["curve"]["bytes"].items()}
+                held["peak"] = sum(held.values())
+                if values.get("predicted") is not None:
+                    held["predicted"] = sum(values["predicted"]["at_peak"].values())
+                for name, num_bytes in held.items():
+                    self._add(f"{curves}/{name}", num_bytes, step)
+                pixels = memory_pixels(values)
+                self._writer.add_image(f"{curves}/step", pixels, step, dataformats="HWC")
+                words = f"{memory_text(values)} (from bottom to top; the line is the prediction)"
+                self._writer.add_text(f"{curves}/step", words, step)
             case "summary":
                 for curve, value in _of_summary(values):
                     self._add(curve, value, values["steps_done"])
                 if self._session_end is not None:
-                    self._add_parts(self._session_end)
+                    cast(Any, self._writer.file_writer).add_summary(self._session_end)
             case _:
                 pass
 
@@ -140,35 +118,15 @@ class TensorBoard(Tracker):
         if value is not None:
             self._writer.add_scalar(curve, value, step)
 
-    def _add_memory(self, place: str, values: Values, step: int) -> None:
-        from tensorboard.compat.proto import summary_pb2
-
-        held = {kind: of[values["peak"]] for kind, of in values["curve"]["bytes"].items()}
-        for kind, num_bytes in {**held, "peak": sum(held.values())}.items():
-            self._add(f"{place}/{kind}", num_bytes, step)
-        if values.get("predicted") is not None:
-            self._add(f"{place}/predicted", sum(values["predicted"]["at_peak"].values()), step)
-        png = memory_png(values, 800, 400)
-        summary = cast(Any, summary_pb2).Summary  # its module has no types
-        image = summary.Image(height=400, width=800, colorspace=3, encoded_image_string=png)
-        self._add_parts(summary(value=[summary.Value(tag=f"{place}/step", image=image)]), step=step)
-        words = f"{memory_text(values)} (from bottom to top; the line is the prediction)"
-        self._writer.add_text(f"{place}/step", words, step)
-
     def _add_settings(self, settings: Values) -> None:
         """Write the settings now, so that a run that is killed has them too."""
         from torch.utils.tensorboard.summary import hparams
 
         # torch's `add_hparams` would open a second run beside this one.
-        metrics = dict.fromkeys(FINAL, 0.0)
-        parts = hparams(dict(_flat(settings)), metrics)
+        parts = hparams(dict(_flat(settings)), dict.fromkeys(FINAL, 0.0))
         *begin, self._session_end = cast("tuple[Any, Any, Any]", parts)
-        self._add_parts(*begin)
-
-    def _add_parts(self, *parts: Any, step: int | None = None) -> None:
-        file: Any = self._writer.file_writer
-        for part in parts:
-            file.add_summary(part, step)
+        for part in begin:
+            cast(Any, self._writer.file_writer).add_summary(part)
 
     def _on_thread_error(self, args: threading.ExceptHookArgs) -> None:
         """Print no traceback for TensorBoard's writer thread: the next point raises its error."""
@@ -176,11 +134,11 @@ class TensorBoard(Tracker):
         if not (is_its and isinstance(args.exc_value, OSError)):
             self._hook_before(args)
 
-    @override
     def close(self) -> None:
+        """Flush and close the file."""
         with suppress(OSError):
             # If the folder were gone, TensorBoard's thread would print a traceback.
-            if "_writer" in vars(self) and self._run.is_dir():
+            if "_writer" in vars(self) and self._folder.is_dir():
                 self._writer.close()
         if self._hook_before is not None:
             threading.excepthook = self._hook_before
@@ -198,19 +156,15 @@ def _flat(settings: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping):
             yield from _flat(cast("Values", value), f"{prefix}{name}.")
         else:
-            is_plain = isinstance(value, (bool, int, float, str))
-            yield f"{prefix}{name}", value if is_plain else str(value)
+            yield prefix + name, value if isinstance(value, (int, float, str)) else str(value)
 
 
 def _of_summary(summary: Values) -> Iterator[tuple[str, float]]:
-    """Yield the curves of a summary, a point each."""
     sent = Counter[str]()
     for entry in summary.get("sent") or ():
-        sent[entry["axis"]] += entry["sent_bytes"]
-    for axis, num_bytes in sent.items():
-        yield f"sent/{axis}", num_bytes
-    predicted: Values = summary.get("predicted") or {}
+        sent[f"sent/{entry['axis']}"] += entry["sent_bytes"]
+    yield from sent.items()
     for group, unit in (("time_s", "s"), ("bytes", "bytes")):
-        for name, forecast in predicted.get(group, {}).items():
+        for name, forecast in (summary.get("predicted") or {}).get(group, {}).items():
             yield f"predicted/{name}_{unit}", forecast["predicted"]
             yield f"measured/{name}_{unit}", forecast["measured"]

@@ -1,22 +1,18 @@
-r"""Pictures of the records of a run: the memory of a rank over a step, from a record `memory`.
+r"""Pictures of the memory of a rank over a step, from a record `memory` of metrics.jsonl.
 
-MiB |            ___ peak 241 MiB in backward
-200 |- - - - - -/- -\- - - - - - predicted
-    |    ______/     \____           one area for each kind, stacked
-    |___/ activations     \___
-    |      parameters
+MiB |- - - - - -/- -\- - - - - -  the predicted peak
+    |    ______/     \____        one area for each kind, stacked
     +--- forward ---|- backward -|-- ms
 """
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Iterator, Mapping
-from html import escape
+from itertools import groupby
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.report.units import GIB, KIB, MIB, size_text
 
@@ -42,10 +38,9 @@ _STYLE: Final = """
 
 def memory_text(record: Mapping[str, Any]) -> str:
     """Return the peak of a record `memory`, predicted and by kind, in one line."""
-    at = record["peak"]
-    held = {kind: of[at] for kind, of in record["curve"]["bytes"].items() if of[at]}
-    kinds = ", ".join(f"{kind} {size_text(num_bytes)}" for kind, num_bytes in held.items())
-    return f"{_peak_text(record)}{_predicted_text(record)}: {kinds}"
+    held = {kind: of[record["peak"]] for kind, of in record["curve"]["bytes"].items()}
+    kinds = [f"{kind} {size_text(num_bytes)}" for kind, num_bytes in held.items() if num_bytes]
+    return f"{_peak(record)[0]}: {', '.join(kinds)}"
 
 
 def memory_svg(record: Mapping[str, Any], width: int = 480, height: int = 300) -> str:
@@ -53,15 +48,17 @@ def memory_svg(record: Mapping[str, Any], width: int = 480, height: int = 300) -
 
     The element is for a page, light or dark, or for a file of its own.
     """
-    curve, peak, predicted = record["curve"], record["peak"], _predicted_bytes(record)
+    curve, peak, (words, predicted) = record["curve"], record["peak"], _peak(record)
     kinds = {kind: of for kind, of in curve["bytes"].items() if any(of)}
-    times_ms = [1e3 * at_s for at_s in curve["at_s"]]
-    totals = [sum(row) for row in zip(*curve["bytes"].values(), strict=True)]
-    top = max(1, *totals, predicted or 0) * 1.02
+    times_ms, totals = (
+        [1e3 * at_s for at_s in curve["at_s"]],
+        [*map(sum, zip(*curve["bytes"].values(), strict=True))],
+    )
+    top, span_ms = 1.02 * max(1, *totals, predicted or 0), max(times_ms[-1], 1e-9)
     units = ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "bytes"))
     size, unit = next((size, unit) for size, unit in units if top >= size)
-    left, bottom, right = 46, height - 74, width - 8
-    span_ms = max(times_ms[-1], 1e-9)
+    left, right, bottom = 46, width - 8, height - 74
+    title = f"Memory of rank {record['rank']}, stage {record['stage']}, step {record['step']}"
 
     def x(at_ms: float) -> str:
         return f"{left + (right - left) * at_ms / span_ms:.5g}"
@@ -69,96 +66,83 @@ def memory_svg(record: Mapping[str, Any], width: int = 480, height: int = 300) -
     def y(num_bytes: float) -> str:
         return f"{bottom - (bottom - 36) * num_bytes / top:.5g}"
 
-    title = f"Memory of rank {record['rank']}, stage {record['stage']}, step {record['step']}"
+    def text(words: str, at_x: object, at_y: object, anchor: str = "") -> str:
+        return f'<text class="{anchor}" x="{at_x}" y="{at_y}">{words}</text>'
+
     drawn = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="memory" role="img" width="100%" '
         f'viewBox="0 0 {width} {height}" style="max-width:{2 * width}px">'
-        f"<title>{title}: {escape(memory_text(record))}</title><style>{_STYLE}</style>"
-        f'<text x="0" y="11">{title}, {unit}</text>'
+        f"<title>{title}: {memory_text(record)}</title><style>{_STYLE}</style>",
+        *(text(f"{title}, {unit}", 0, 11), text(words, right, 27, "end")),
+        text("ms", right, bottom + 30, "end"),
+        *(text(f"{value:g}", x(value), bottom + 30, "mid") for value in _ticks(span_ms)),
     ]
     for value in _ticks(top / size):
-        at = y(value * size)
-        drawn.append(f'<path class="faint" d="M{left} {at}H{right}"/>')
-        drawn.append(f'<text class="end" x="{left - 4}" y="{at}" dy="4">{value:g}</text>')
+        drawn.append(f'<path class="faint" d="M{left} {y(value * size)}H{right}"/>')
+        drawn.append(text(f"{value:g}", left - 4, y(value * size), "end"))
     below = [0] * len(totals)
-    for kind, of in kinds.items():
+    for number, (kind, of) in enumerate(kinds.items()):
         above = [lower + held for lower, held in zip(below, of, strict=True)]
         # Stairs: a point holds until the next one. There along the top, back along the bottom.
-        there = "".join(f"V{y(a)}H{x(t)}" for a, t in zip(above, times_ms[1:], strict=False))
-        back = "".join(
-            f"H{x(t)}V{y(b)}" for b, t in zip(below[-2::-1], times_ms[1:][::-1], strict=False)
-        )
+        ends = [x(at_ms) for at_ms in times_ms[1:]]
+        there = "".join(f"V{y(a)}H{end}" for a, end in zip(above, ends, strict=False))
+        back = "".join(f"H{end}V{y(b)}" for b, end in zip(below[-2::-1], ends[::-1], strict=True))
+        colour = COLOURS.get(kind, COLOURS["other"])
         drawn.append(
-            f'<path fill="{COLOURS.get(kind, COLOURS["other"])}" '
-            f'd="M{x(0)} {y(below[0])}{there}{back}H{x(0)}z"><title>{kind}: '
+            f'<path fill="{colour}" d="M{x(0)} {y(below[0])}{there}{back}H{x(0)}z"><title>{kind}: '
             f"{size_text(max(of))} at most, {size_text(of[peak])} at the peak</title></path>"
         )
+        column, row = left + (right - left) // 4 * (number % 4), bottom + 48 + 16 * (number // 4)
+        drawn.append(f'<rect x="{column}" y="{row - 9}" width="10" height="10" fill="{colour}"/>')
+        drawn.append(text(kind, column + 14, row))
         below = above
-    for value in _ticks(span_ms):
-        drawn.append(f'<text class="mid" x="{x(value)}" y="{bottom + 30}">{value:g}</text>')
-    drawn.append(f'<text class="end" x="{right}" y="{bottom + 30}">ms</text>')
-    for number, (phase, begin_ms, end_ms) in enumerate(_phases(curve["phase"], times_ms)):
-        middle, is_wide = (begin_ms + end_ms) / 2, end_ms - begin_ms > span_ms / 10
+    phases = [
+        next(each)
+        for _, each in groupby(zip(curve["phase"], times_ms, strict=True), lambda at: at[0])
+    ]
+    ends_ms = [*(begin_ms for _, begin_ms in phases[1:]), times_ms[-1]]
+    for number, ((phase, begin_ms), end_ms) in enumerate(zip(phases, ends_ms, strict=True)):
         drawn.append(
-            f'<rect x="{x(begin_ms)}" y="{bottom + 2}" height="14" fill="currentColor" '
-            f'width="{(right - left) * (end_ms - begin_ms) / span_ms:.4g}" '
-            f'fill-opacity="{0.16 if number % 2 else 0.06}"><title>{phase}</title></rect>'
+            f'<path d="M{x(begin_ms)} {bottom + 2}H{x(end_ms)}v14H{x(begin_ms)}z" '
+            f'fill="currentColor" fill-opacity="{0.16 if number % 2 else 0.06}">'
+            f"<title>{phase}</title></path>"
         )
-        if is_wide:
-            drawn.append(f'<text class="mid" x="{x(middle)}" y="{bottom + 13}">{phase}</text>')
+        if end_ms - begin_ms > span_ms / 10:
+            drawn.append(text(phase, x((begin_ms + end_ms) / 2), bottom + 13, "mid"))
     if predicted is not None:
         drawn.append(f'<path class="line dash" d="M{left} {y(predicted)}H{right}"/>')
-    at = x(times_ms[peak])
-    drawn.append(f'<path class="line" d="M{at} {bottom}V{y(totals[peak])}"/>')
-    drawn.append(f'<circle cx="{at}" cy="{y(totals[peak])}" r="3" fill="currentColor"/>')
-    words = f"{_peak_text(record)}{_predicted_text(record)}"
-    drawn.append(f'<text class="end" x="{right}" y="27">{words}</text>')
-    for number, kind in enumerate(kinds):
-        column, row = left + (right - left) // 4 * (number % 4), bottom + 48 + 16 * (number // 4)
-        colour = COLOURS.get(kind, COLOURS["other"])
-        drawn.append(f'<rect x="{column}" y="{row - 9}" width="10" height="10" fill="{colour}"/>')
-        drawn.append(f'<text x="{column + 14}" y="{row}">{kind}</text>')
+    at, most = x(times_ms[peak]), y(totals[peak])
+    drawn.append(f'<path class="line" d="M{at} {bottom}V{most}"/>')
+    drawn.append(f'<circle cx="{at}" cy="{most}" r="3" fill="currentColor"/>')
     return "\n".join([*drawn, "</svg>"])
 
 
-def memory_png(record: Mapping[str, Any], width: int = 800, height: int = 400) -> bytes:
-    """Return the areas of `memory_svg` without any text as PNG, for viewers without SVG."""
-    curve, predicted = record["curve"], _predicted_bytes(record)
+def memory_pixels(record: Mapping[str, Any], width: int = 800, height: int = 400) -> NDArray[Any]:
+    """Return the areas and the line of `memory_svg` without text; [height, width, RGB]."""
+    curve, predicted = record["curve"], _peak(record)[1]
     held = np.array([*curve["bytes"].values()], float)  # [kinds, points]
     columns_s = np.linspace(0, curve["at_s"][-1], width)
     stacked = held[:, np.searchsorted(curve["at_s"], columns_s, "right") - 1].cumsum(0)
-    top = max(1, held.sum(0).max(), predicted or 0) * 1.02
+    top = 1.02 * max(1, held.sum(0).max(), predicted or 0)
     above_row = top * np.arange(height, 0, -1)[:, None] / height
     pixels = np.full((height, width, 3), 255, np.uint8)
     for kind, below in [*zip(curve["bytes"], stacked, strict=True)][::-1]:  # the lower over these
-        colour = COLOURS.get(kind, COLOURS["other"])
-        pixels[above_row <= below] = [*bytes.fromhex(colour[1:])]
+        pixels[above_row <= below] = [*bytes.fromhex(COLOURS.get(kind, COLOURS["other"])[1:])]
     if predicted is not None:
         pixels[int(height * (1 - predicted / top)), np.arange(width) % 12 < 8] = 0
-    # PNG: a row of pixels begins with its filter, 0; a part is length, kind, data, checksum.
-    rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)], 1)
-    head = struct.pack(">2I5B", width, height, 8, 2, 0, 0, 0)  # 8 bits of each of 3 colors
-    parts = {b"IHDR": head, b"IDAT": zlib.compress(rows.tobytes()), b"IEND": b""}
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in parts.items()
+    return pixels
+
+
+def _peak(record: Mapping[str, Any]) -> tuple[str, int | None]:
+    """Return the peak and the predicted peak of a record `memory` as text, and the latter."""
+    curve, at, predicted = record["curve"], record["peak"], record.get("predicted")
+    words = (
+        f"peak {size_text(sum(of[at] for of in curve['bytes'].values()))} in {curve['phase'][at]}"
     )
-
-
-def _peak_text(record: Mapping[str, Any]) -> str:
-    curve, at = record["curve"], record["peak"]
-    total = sum(of[at] for of in curve["bytes"].values())
-    return f"peak {size_text(total)} in {curve['phase'][at]}"
-
-
-def _predicted_text(record: Mapping[str, Any]) -> str:
-    predicted = _predicted_bytes(record)
-    return "" if predicted is None else f", predicted {size_text(predicted)}"
-
-
-def _predicted_bytes(record: Mapping[str, Any]) -> int | None:
-    predicted = record.get("predicted")
-    return None if predicted is None else sum(predicted["at_peak"].values())
+    if predicted is None:
+        return words, None
+    num_bytes = sum(predicted["at_peak"].values())
+    return f"{words}, predicted {size_text(num_bytes)}", num_bytes
 
 
 def _ticks(end: float) -> Iterator[float]:
@@ -166,12 +150,3 @@ def _ticks(end: float) -> Iterator[float]:
     step = 10.0 ** (len(f"{end:.0f}") - 1) if end >= 1 else 0.1
     step *= next((each for each in (0.2, 0.5, 1, 2) if end / (step * each) <= 6), 5)
     yield from (step * number for number in range(int(end / step) + 1))
-
-
-def _phases(names: list[str], times_ms: list[float]) -> Iterator[tuple[str, float, float]]:
-    """Yield each phase with its begin and end; equal neighbours are one."""
-    begin_ms = times_ms[0]
-    for at, name in enumerate(names[1:], 1):
-        if name != names[at - 1]:
-            yield names[at - 1], begin_ms, times_ms[at]
-            begin_ms = times_ms[at]
