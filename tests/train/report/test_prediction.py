@@ -44,8 +44,8 @@ def test_an_error_is_printed_of_measured_rates_alone() -> None:
     assert set(report.errors) == {"step", "compute", "communication", "optimizer"}
     kinds = dict.fromkeys(get_args(Kind), 1 << 20)
     held = MemoryReport(
-        peak_bytes=1, at_peak=kinds, at_most=kinds, passing_bytes=1, peak_phase="backward",
-        allocated_bytes=None, largest_bytes=1, resident_bytes=1,
+        at_peak=kinds, at_most=kinds, at_end=kinds, peak_phase="backward", passing_bytes=3 << 20,
+        largest_bytes=1 << 30, resident_bytes=1 << 30,
     )  # fmt: skip
     report = judge(predicted("dp2", BARE), steps, held)
     assert report is not None and not report.is_timed and report.time_s == {}
