@@ -44,8 +44,8 @@ RUNS: Final = {
 }
 """Name of a run -> its options: twelve strategies of a decoder of 6 blocks, after the README's."""
 
-_UNPLANNED: Final = ("count", "clip", "metrics")
-"""Phases whose collectives are of a few numbers that the loop needs, and not of the strategy."""
+_UNPLANNED: Final = ("count", "clip", "metrics", "sizes")
+"""Phases whose collectives are of a few numbers that the loop needs, or headers of new shapes."""
 
 
 def run(words: str, folder: Path) -> dict[str, Any]:

@@ -39,14 +39,16 @@ def test_a_time_is_predicted_of_measured_rates_alone() -> None:
     assert [predicted("dp2", of).is_timed for of in (BARE, TIMED, WHOLE)] == [False, False, True]
     assert [predicted("dp1", of).is_timed for of in (BARE, TIMED, WHOLE)] == [False, True, True]
     assert predicted("dp2", BARE).at_peak == predicted("dp2", WHOLE).at_peak
-    assert predicted("dp2", WHOLE).machine == "measured in a test, 2026-11, links a test"
+    assert predicted("dp2", WHOLE).machine == "measured in a test, 2026-11; links: a test"
 
 
 def test_an_error_is_printed_of_measured_rates_alone() -> None:
     step_s = dict.fromkeys(TERMS, 0.0) | {"forward": 0.5, "backward": 0.5}
     steps = StepSummary(num_steps=1, wall_s=1.0, medians_s=step_s, shares=step_s)
     report = judge(predicted("dp2", WHOLE), steps, None)
-    assert report is not None and report.is_timed and ") a step; based on" in report.line()
+    assert (
+        report is not None and report.is_timed and ") a step; rates: measured in" in report.line()
+    )
     assert set(report.errors) == {"step", "compute", "communication", "optimizer"}
     kinds = dict.fromkeys(get_args(Kind), 1 << 20)
     held = MemoryReport(
