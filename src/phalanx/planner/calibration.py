@@ -81,7 +81,9 @@ def _path_of_ranks(num_ranks: int) -> Path:
 def keep_measured(machine: Calibration, num_ranks: int) -> None:
     """Keep the measurement of a run in the user's cache folder, if the folder can be written."""
     with suppress(OSError, PhalanxError):
-        keep(_path_of_ranks(num_ranks), machine, merges=False)
+        path = _path_of_ranks(num_ranks)
+        path.unlink(missing_ok=True)  # `keep` would merge it
+        keep(path, machine)
 
 
 def kept_by(
@@ -125,8 +127,8 @@ def written_for(machine: Calibration, kept: Calibration | None) -> Calibration:
 def this_machine(num_devices: int | None = None, otherwise: Compute | None = None) -> Cluster:
     """Return this machine as a cluster of `num_devices`: GPUs, or any number of ranks on a CPU.
 
-    Its rates are those of the user's calibration file, else those that a run of as many ranks kept,
-    else `otherwise`, else from a short measurement.
+    Its rates are those of the user's calibration file, else `otherwise`, else those that a run of
+    as many ranks kept, else from a short measurement.
 
     Raises:
         ConfigError: the machine has fewer GPUs, `num_devices` is below 1, or the calibration file
@@ -136,7 +138,8 @@ def this_machine(num_devices: int | None = None, otherwise: Compute | None = Non
 
     kind = "gpu" if host.may_have_gpu() and torch.cuda.is_available() else "cpu"
     machine = blank(kind)
-    machine = written_for(machine, kept_by(num_devices or machine.num_here, machine))
+    kept = kept_by(num_devices or machine.num_here, machine) if otherwise is None else None
+    machine = written_for(machine, kept)
     if compute := machine.compute or otherwise:
         compute = dataclasses.replace(compute, memory_bytes=memory_bytes(machine))
     return as_cluster(THIS, dataclasses.replace(machine, compute=compute), num_devices)

@@ -95,9 +95,9 @@ def path_of(name: str) -> Path:
     return Path(name)
 
 
-def keep(path: Path, machine: Calibration, *, merges: bool = True) -> None:
+def keep(path: Path, machine: Calibration) -> None:
     """Write a calibration; merge it with the file's other measurements of the same machine."""
-    if merges and path.exists():
+    if path.exists():
         before = read(path)
         if (before.kind, before.device_name) == (machine.kind, machine.device_name):
             compute, earlier = machine.compute, before.compute

@@ -70,9 +70,10 @@ def machine_of(comm: Comm, precision: str, *, measures: bool) -> Calibration:
             kept = measure_ranks(comm, precision)
             if comm.is_first:
                 calibration.keep_measured(kept, num_ranks)
+    machine = kept or blank
     with suppress(PhalanxError):
-        return calibration.written_for(blank, kept)
-    return kept or blank
+        machine = calibration.written_for(blank, kept)
+    return machine if machine.num_hosts == max(1, num_ranks // num_here) else blank
 
 
 def _sums(comm: Comm, values: Sequence[float]) -> list[float]:
@@ -82,7 +83,7 @@ def _sums(comm: Comm, values: Sequence[float]) -> list[float]:
 def measure_ranks(comm: Comm, precision: str) -> Calibration:
     """Measure this machine's CPU on all ranks of a job of this host; every rank calls this.
 
-    It takes about two seconds. All ranks return the mean over ranks.
+    It takes about two seconds. All ranks return the mean rates.
 
     Args:
         comm: communicator of the job; its engines are measured on one axis.
@@ -100,13 +101,10 @@ def measure_ranks(comm: Comm, precision: str) -> Calibration:
     per_core = [{of: next(rates) / cores for of in part} for part in (products, attention)]
     operator_s, bandwidth, small_s = (next(rates) for _ in range(3))
     # What ranks lose on a shared core is in their rates already: no `crowd`, no `turn_s`.
+    operator_s *= min(1.0, cores)
     core = Core(
-        products=per_core[0],
-        attention=per_core[1],
-        operator_s=operator_s * min(1.0, cores),
-        in_step=1.0,
+        products=per_core[0], attention=per_core[1], operator_s=operator_s, in_step=1.0, crowd=0.0
     )
-    core = core if cores >= 1 else dataclasses.replace(core, crowd=0.0)
     compute = Compute(
         best=core.products,
         sustained=core.products,
@@ -119,27 +117,27 @@ def measure_ranks(comm: Comm, precision: str) -> Calibration:
     machine = dataclasses.replace(machine, compute=compute)
     in_step = small_s / small_step_s(machine, num_ranks)
     compute = dataclasses.replace(compute, core=dataclasses.replace(core, in_step=in_step))
-    by_op: dict[str, list[tuple[float, float, float]]] = {}
-    for (op, hops, sent, _), time_s in zip(points, rates, strict=True):
-        by_op.setdefault(op, []).append((hops, sent, time_s))
-    fits = {op: fit(of) for op, of in by_op.items()}
-    costs = {
-        op: OpCost(latency_s=hop_s, bandwidth=1 / byte_s) for op, (hop_s, byte_s) in fits.items()
-    }
-    levels: tuple[Level, ...] = ()
-    if costs:
-        link = Link(
-            name="collectives in a host",
-            bandwidth=costs["all_reduce"].bandwidth,
-            latency_s=costs["all_reduce"].latency_s,
-            source=f"measured by these {num_ranks} ranks",
-            date=time.strftime("%Y-%m"),
-            measured=costs,
-            in_step=1.0,
-        )
-        link = link if cores >= 1 else dataclasses.replace(link, turn_s=0.0)
-        levels = (Level(name="server", devices=num_ranks, link=link),)
-    return dataclasses.replace(machine, compute=compute, levels=levels)
+    machine = dataclasses.replace(machine, compute=compute)
+    if not points:
+        return machine
+    costs, seconds = dict[str, OpCost](), list(rates)
+    for op in OPS:
+        pairs = zip(points, seconds, strict=True)
+        hop_s, byte_s = fit([(hops, sent, s) for (of, hops, sent, _), s in pairs if of == op])
+        costs[op] = OpCost(latency_s=hop_s, bandwidth=1 / byte_s)
+    link = Link(
+        name="collectives in a host",
+        bandwidth=costs["all_reduce"].bandwidth,
+        latency_s=costs["all_reduce"].latency_s,
+        source=f"measured by these {num_ranks} ranks",
+        date=time.strftime("%Y-%m"),
+        measured=costs,
+        turn_s=0.0,
+        in_step=1.0,
+    )
+    return dataclasses.replace(
+        machine, levels=(Level(name="server", devices=num_ranks, link=link),)
+    )
 
 
 def small_step_s(machine: Calibration, num_ranks: int) -> float:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import get_args
 
+import pytest
+
 from phalanx.account.planned import decoder_step
+from phalanx.config import BatchConfig, ShapeConfig
 from phalanx.measure.memory import Kind
 from phalanx.measure.memory_report import MemoryReport
 from phalanx.measure.summary import StepSummary
@@ -17,6 +21,8 @@ from phalanx.planner.hardware import DEVICES
 from phalanx.planner.machine import Level, Link
 from phalanx.strategy import Strategy
 from phalanx.train.report.prediction import UNMEASURED, Predicted, judge, predict
+from phalanx.train.run import train
+from small_run import small_run
 
 LINK = Link(name="memory", bandwidth=1e9, latency_s=1e-4, source="a test", date="2026-11-28")
 BARE = blank("cpu")
@@ -33,19 +39,21 @@ def test_a_time_is_predicted_of_measured_rates_alone() -> None:
     assert [predicted("dp2", of).is_timed for of in (BARE, TIMED, WHOLE)] == [False, False, True]
     assert [predicted("dp1", of).is_timed for of in (BARE, TIMED, WHOLE)] == [False, True, True]
     assert predicted("dp2", BARE).at_peak == predicted("dp2", WHOLE).at_peak
-    assert predicted("dp2", WHOLE).machine == "measured in a test, 2026-11, links a test"
+    assert predicted("dp2", WHOLE).machine == "measured in a test, 2026-11; links: a test"
 
 
 def test_an_error_is_printed_of_measured_rates_alone() -> None:
     step_s = dict.fromkeys(TERMS, 0.0) | {"forward": 0.5, "backward": 0.5}
     steps = StepSummary(num_steps=1, wall_s=1.0, medians_s=step_s, shares=step_s)
     report = judge(predicted("dp2", WHOLE), steps, None)
-    assert report is not None and report.is_timed and ") a step; based on" in report.line()
+    assert (
+        report is not None and report.is_timed and ") a step; rates: measured in" in report.line()
+    )
     assert set(report.errors) == {"step", "compute", "communication", "optimizer"}
     kinds = dict.fromkeys(get_args(Kind), 1 << 20)
     held = MemoryReport(
-        peak_bytes=1, at_peak=kinds, at_most=kinds, passing_bytes=1, peak_phase="backward",
-        allocated_bytes=None, largest_bytes=1, resident_bytes=1,
+        at_peak=kinds, at_most=kinds, at_end=kinds, peak_phase="backward", passing_bytes=3 << 20,
+        largest_bytes=1 << 30, resident_bytes=1 << 30,
     )  # fmt: skip
     report = judge(predicted("dp2", BARE), steps, held)
     assert report is not None and not report.is_timed and report.time_s == {}
@@ -59,3 +67,35 @@ def test_a_gpu_without_a_known_peak_has_no_time() -> None:
     found = [predicted("dp2", gpu, name) for name in ("bfloat16", "float32", "float64")]
     assert [each.is_timed for each in found] == [True, True, False]
     assert all(sum(each.at_peak.values()) > 0 for each in found)
+
+
+SHAPE = ShapeConfig(
+    num_layers=4, hidden=64, num_heads=4, num_kv_heads=4, head_dim=16, ffn=160, vocab_size=512,
+    max_seq_len=128,
+)  # fmt: skip
+TWELVE = (
+    *("dp2", "dp2:naive", "fsdp2", "fsdp2:zero2", "fsdp2:zero1", "tp2", "cp2", "cp2:ulysses"),
+    *("pp2", "pp2:gpipe", "dp2,recompute:full", "dp2,fsdp2"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", TWELVE)
+def test_bytes_and_memory_are_as_planned(text: str, tmp_path: Path) -> None:
+    strategy = Strategy.parse(text)
+    batch = BatchConfig(global_size=16, microbatch=4)
+    settings = {"strategy": text, "steps": 3, "precision": "float32", "shape": SHAPE}
+    config = small_run(tmp_path, 2000, **settings, batch=batch)
+    config = dataclasses.replace(
+        config, corpus=dataclasses.replace(config.corpus, seq_len=128, vocab_size=512)
+    )
+    summary = train(config)
+    accumulation = 4 // strategy.data_ranks
+    sizes = {name: size for name, size in vars(SHAPE).items() if size is not None}
+    shape = dataclasses.replace(shape_of("demo"), **sizes)
+    step = decoder_step(shape, strategy, 128, 4, accumulation, "float32", has_documents=True)
+    sent = {of for of in summary.sent if of.phase not in ("count", "clip", "metrics")}
+    assert sent == set(step.plan.traffic([(4, 128)] * accumulation))
+    assert summary.predicted is not None and summary.predicted.is_timed
+    peak = summary.predicted.bytes["peak"]
+    assert peak.predicted == pytest.approx(peak.measured, rel=0.1)

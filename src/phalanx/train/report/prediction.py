@@ -102,7 +102,7 @@ class PredictionReport:
         words = [f"{self.time_s['step'].text(1e-3, 'ms')} a step"] if self.time_s else []
         if self.bytes:
             words.append(f"{self.bytes['peak'].text(2**20, 'MiB')} at the peak")
-        based = f"based on {self.machine}" if self.is_timed else UNMEASURED
+        based = f"rates: {self.machine}" if self.is_timed else UNMEASURED
         return "; ".join([*words, based])
 
     def table(self) -> Table:
@@ -126,13 +126,11 @@ def predict(planned: PlannedStep[Any], machine: Calibration) -> Predicted:
     num_ranks = planned.strategy.num_ranks
     held = memory(planned, machine.kind)[0]
     kinds = {"at_most": kinds_of(held.causes), "at_peak": kinds_of(held.at_peak())}
-    if not machine.is_whole(num_ranks):
-        return Predicted(machine="", step_s=None, time_s={}, **kinds)
-    cluster = as_cluster(THIS, machine, num_ranks)
-    if not cluster.device.has_peak(planned.precision):
+    cluster = as_cluster(THIS, machine, num_ranks) if machine.is_whole(num_ranks) else None
+    if cluster is None or not cluster.device.has_peak(planned.precision):
         return Predicted(machine="", step_s=None, time_s={}, **kinds)
     cost = price(planned, cluster, SOFTWARE["phalanx"])
-    of_links = f", links {cluster.levels[0].link.source}" if num_ranks > 1 else ""
+    of_links = f"; links: {cluster.levels[0].link.source}" if num_ranks > 1 else ""
     return Predicted(
         machine=f"{cluster.device.source}, {cluster.device.date}{of_links}",
         step_s=cost.step_s,
