@@ -84,7 +84,6 @@ class Merged:
 
     def parts(self) -> list[Part]:
         """Return the report to print."""
-        steps = f"steps {self.steps[0]} to {self.steps[-1]}"
         rows = [(axis, op, n) for axis, ops in self.collectives.items() for op, n in ops.items()]
         errors = [(f"rank {rank}", error_s) for rank, error_s in self.clock_errors_s.items()]
         if len(errors) > MOST_CLOCKS:
@@ -92,8 +91,8 @@ class Merged:
             errors = [(f"{errors[1][0]}, least but rank 0", errors[1][1]),
                       (f"{errors[-1][0]}, most", errors[-1][1])]  # fmt: skip
         return [
-            f"{self.strategy or 'one process'}: {len(self.ranks)} ranks, "
-            f"{steps if self.steps[1:] else f'step {self.steps[0]}'}, {self.num_spans:,} spans",
+            f"{self.strategy or 'one process'}; ranks: {len(self.ranks)}; "
+            f"steps: {', '.join(map(str, self.steps))}; spans: {self.num_spans:,}",
             Table("collectives", ("axis", "op", Number("calls of all ranks", ",d")), rows),
             Table("error of clocks, beside rank 0", ("", Number("", _error_text)), errors),
             *self.overlap.tables(),
