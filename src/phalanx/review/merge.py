@@ -71,7 +71,7 @@ class Merged:
         notes: sentences on what is missing, or contradicts.
     """
 
-    file: Path
+    file: str
     strategy: str
     ranks: list[int]
     steps: list[int]
@@ -196,7 +196,7 @@ def merge(run: Path, out: Path, is_wanted: Callable[[int], bool] = lambda _: Tru
     finally:
         partial.unlink(missing_ok=True)
     return Merged(
-        file=out,
+        file=str(out),
         strategy=strategy,
         ranks=[*errors_s],
         steps=[*ranks_of],
