@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
+import time
 import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,12 +14,22 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from synthetic_spans import (
+    Clock,
+    bent,
+    checked,
+    collective,
+    compute,
+    wait,
+    write_clocks,
+    write_step,
+)
 
+from namespaces import HOSTS
 from phalanx.errors import ConfigError
 from phalanx.measure.clock import CLOCK
-from phalanx.measure.spans import CounterSample, Span
+from phalanx.measure.spans import CollectiveSpan, ComputeSpan, CounterSample, Span
 from phalanx.review.merge import merge
-from synthetic_spans import Clock, bent, checked, collective, compute, wait, write_clocks, write_step
 
 
 def random_spans(seed: int, num_ranks: int, num_calls: int) -> list[list[Span]]:
@@ -43,9 +56,7 @@ def random_spans(seed: int, num_ranks: int, num_calls: int) -> list[list[Span]]:
             if op == "send":
                 name, peer = ("send", members[1]) if rank == members[0] else ("recv", members[0])
             end_s = max(begins_s[rank], *(begins_s[each] for each in sources), 0.0) + soon_s
-            spans[rank].append(
-                collective(begins_s[rank], end_s, name, "dp", group, number, peer)
-            )
+            spans[rank].append(collective(begins_s[rank], end_s, name, "dp", group, number, peer))
             if draw.random() < 0.7:  # or it goes on beneath what follows
                 spans[rank].append(wait(at_s[rank], end_s, "dp"))
                 at_s[rank] = end_s
@@ -58,53 +69,36 @@ def test_no_receive_ends_before_its_send_and_errors_bound_the_true_ones(
     seed: int, num_ranks: int, drift: float, is_killed: bool
 ) -> None:
     draw = random.Random(seed)
-    clocks: list[Clock] = [bent(3.0 * draw.random(), drift * draw.random()) for _ in range(num_ranks)]
+    clocks = [bent(3.0 * draw.random(), drift * draw.random()) for _ in range(num_ranks)]
     clocks[0] = bent(0.0, 0.0)  # so that times of the trace are true ones
+    begins_s, is_true_s = {7: 100.0}, [list[float]() for _ in clocks]
+    num_arrows = 0
     with TemporaryDirectory() as folder:
         run = Path(folder)
         write_clocks(run, clocks, [99.0] if is_killed else [99.0, 102.0], seed)
-        steps = {step: random_spans(seed + step, num_ranks, 6) for step in (7, 8)}
-        begin_s = 100.0
-        for step, spans in steps.items():
-            write_step(run, step, clocks, begin_s, {"dp": num_ranks}, spans.__getitem__)
-            begin_s += max(s.end_s for each in spans for s in each if not isinstance(s, CounterSample))
+        for step in (7, 8):
+            spans_of = random_spans(seed + step, num_ranks, 6)
+            write_step(run, step, clocks, begins_s[step], {"dp": num_ranks}, spans_of.__getitem__)
+            begins_s[step + 1] = begins_s[step]
+            for rank, spans in enumerate(spans_of):
+                for span in spans:
+                    assert not isinstance(span, CounterSample)
+                    begins_s[step + 1] = max(begins_s[step + 1], begins_s[step] + span.end_s)
+                    if isinstance(span, ComputeSpan):
+                        is_true_s[rank].append(begins_s[step] + span.begin_s)
+                    elif isinstance(span, CollectiveSpan):
+                        # One to the receiver, and one to each rank but the first.
+                        num_arrows += span.op == "recv" or (span.op != "send" and rank > 0)
         merged = merge(run, run / "merged.json")
         events = checked(run / "merged.json")
-        assert not merged.notes
-        # One arrow for each message, and one from the first to each other rank of a collective.
-        num_calls = sum(
-            span.op != "send"
-            for spans in steps.values() for each in spans for span in each if hasattr(span, "op")
-        )  # fmt: skip
-        num_firsts = sum(
-            span.op not in ("send", "recv") and rank == 0
-            for spans in steps.values() for rank, each in enumerate(spans) for span in each
-            if hasattr(span, "op")
-        )  # fmt: skip
-        assert sum(event["ph"] == "f" for event in events) == num_calls - num_firsts
-        # Where the trace has each span, beside the true time.
-        offsets_s = []
-        for rank in range(num_ranks):
-            slices = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
-            begins_s = sorted(e["ts"] / 1e6 for e in slices if e["cat"] == "compute")
-            true_s = sorted(
-                step_begin + span.begin_s
-                for step_begin, spans in zip((100.0, begin_s_of(steps)), steps.values(), strict=True)
-                for span in spans[rank] if type(span).__name__ == "ComputeSpan"
-            )  # fmt: skip
-            offsets_s.append([b - t for b, t in zip(begins_s, true_s, strict=True)])
-        for rank, errors_s in enumerate(offsets_s):
-            assert len(errors_s) == len(offsets_s[0])
-            for own, base in zip(errors_s, offsets_s[0], strict=True):
-                bound_s = merged.clock_errors_s[rank] + merged.clock_errors_s[0] + 4e-9
-                assert abs(own - base) <= bound_s
-
-
-def begin_s_of(steps: dict[int, list[list[Span]]]) -> float:
-    """The true begin of the second step."""
-    return 100.0 + max(
-        s.end_s for each in steps[7] for s in each if not isinstance(s, CounterSample)
-    )
+    assert not merged.notes
+    assert sum(event["ph"] == "f" for event in events) == num_arrows
+    errors_s: list[list[float]] = []
+    for rank, true_s in enumerate(is_true_s):
+        of_rank = [e["ts"] / 1e6 for e in events if (e["pid"], e.get("cat")) == (rank, "compute")]
+        errors_s.append([t - true for t, true in zip(sorted(of_rank), true_s, strict=True)])
+        bound_s = merged.clock_errors_s[rank] + merged.clock_errors_s[0] + 4e-9
+        assert all(abs(a - b) <= bound_s for a, b in zip(errors_s[rank], errors_s[0], strict=True))
 
 
 def test_lanes_arrows_counters_and_names(tmp_path: Path) -> None:
@@ -129,7 +123,9 @@ def test_lanes_arrows_counters_and_names(tmp_path: Path) -> None:
     write_step(tmp_path, 12, [bent(0, 0), bent(-7, 0)], 10.0, {"pp": 1, "dp": 2}, spans_of)
     merged = merge(tmp_path, tmp_path / "merged.json")
     events = checked(tmp_path / "merged.json")
-    named = {(e["pid"], e["name"]): e["args"]["name"] for e in events if e["name"] == "process_name"}
+    named = {
+        (e["pid"], e["name"]): e["args"]["name"] for e in events if e["name"] == "process_name"
+    }
     assert named[1, "process_name"] == "rank 1 host b: pp 0, dp 1"
     lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert [lanes[tid] for tid in sorted(lanes)] == (
@@ -155,7 +151,8 @@ def test_lanes_arrows_counters_and_names(tmp_path: Path) -> None:
     assert (send["pid"], recv["pid"], recv["ts"]) == (0, 1, pytest.approx(3e5, abs=500))
     assert merged.num_spans == sum(e["ph"] == "X" for e in events) - 2
     assert merged.collectives == {
-        "pp": {"send": 1, "recv": 1}, "dp": {"all_reduce": 4, "broadcast": 2}, "world": {"barrier": 2}
+        "pp": {"send": 1, "recv": 1}, "dp": {"all_reduce": 4, "broadcast": 2},
+        "world": {"barrier": 2},
     }  # fmt: skip
     assert merged.strategy == "pp1,dp2" and merged.steps == [12] and not merged.notes
 
@@ -200,13 +197,15 @@ def test_clocks_without_comparisons_are_corrected_by_messages(tmp_path: Path) ->
 def job_of(num_ranks: int, num_blocks: int, num_microbatches: int) -> list[Span]:
     """The spans of an fsdp step of a rank: each block is gathered, computed and reduced."""
     spans, at_s, group, number = list[Span](), 0.0, tuple(range(num_ranks)), 0
-    for microbatch in range(num_microbatches):
+    for _ in range(num_microbatches):
         for phase in ("forward", "backward"):
             for block in range(num_blocks):
                 ops = ("all_gather", "reduce_scatter") if phase == "backward" else ("all_gather",)
                 for op in ops:
                     spans.append(
-                        collective(at_s, at_s + 9e-4, op, "fsdp", group, number, None, f"layers.{block}")
+                        collective(
+                            at_s, at_s + 9e-4, op, "fsdp", group, number, None, f"layers.{block}"
+                        )
                     )
                 spans.append(compute(at_s, at_s + 8e-4, phase, f"layers.{block}"))
                 spans.append(wait(at_s + 8e-4, at_s + 1e-3, "fsdp"))
@@ -237,3 +236,80 @@ def test_files_are_merged_as_a_stream(
     assert peak_bytes < merged.num_bytes / 2
     if num_ranks < 64:
         checked(tmp_path / "merged.json")
+
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from phalanx.comm.comm import Ranks
+from phalanx.launch.torchrun import leave, leave_failed, run_here
+from phalanx.measure.clock import compare, now
+from phalanx.measure.spans import CollectiveSpan, StepSpans
+from phalanx.strategy import Strategy
+
+run, since_s, true_clock = Path(sys.argv[1]), float(sys.argv[2]), time.perf_counter
+
+def work(_):
+    comm = Ranks(Strategy.parse("dp2"))
+    rank, tensor, spans = comm.rank, torch.zeros(4), []
+    if rank == 1:
+        time.perf_counter = lambda: 3.0 + true_clock() + 50e-6 * (true_clock() - since_s)
+    compare(run, comm)
+    begin_s, unix_s = now(), time.time()
+    for number in range(40):
+        for op in ("all_reduce", "recv" if rank else "send"):
+            peer = None if op == "all_reduce" else 1 - rank
+            called_s = now()
+            getattr(dist, op)(*(tensor, peer)[: 1 + (peer is not None)])
+            spans.append(CollectiveSpan(
+                called_s, now(), 0.0, op, "dp", (0, 1), number, peer, 16, "forward"
+            ))
+        time.sleep(0.01)
+    end_s, true_s = now(), true_clock()
+    compare(run, comm)
+    StepSpans(
+        step=1, rank=rank, num_ranks=2, host=os.environ["MY_HOST"], strategy="dp2",
+        axes={"dp": 2}, coords={"dp": rank}, begin_s=begin_s, end_s=end_s, unix_s=unix_s,
+        terms_s={}, spans=spans,
+    ).write(run)
+    (run / f"true-{rank}").write_text(f"{end_s!r} {true_s!r}")
+
+try:
+    run_here(lambda: 0, lambda _: {}, work, device="cpu", threads=1, timeout_s=60.0)
+    leave(0)
+except BaseException as error:
+    leave_failed(error)
+"""
+
+
+@pytest.mark.slow
+def test_clocks_of_two_hosts_one_of_which_is_bent(switch: str, tmp_path: Path) -> None:
+    del switch
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    since_s = time.perf_counter()  # namespaces share the machine's clock
+    jobs: list[subprocess.Popen[str]] = []
+    for rank, name in enumerate(HOSTS):
+        variables = (
+            f"RANK={rank} WORLD_SIZE=2 MASTER_ADDR={HOSTS[0]} MASTER_PORT=29617 MY_HOST={name}"
+        )
+        command = f"{sys.executable} {script} {tmp_path} {since_s!r}"
+        jobs.append(subprocess.Popen(
+            [*f"ip netns exec {name} unshare --uts sh -c".split(),
+             f"hostname {name}; {variables} exec {command}"],
+            stderr=subprocess.PIPE, text=True,
+        ))  # fmt: skip
+    for job in jobs:
+        words = job.communicate(timeout=120)[1]
+        assert job.returncode == 0, words
+    merged = merge(tmp_path, tmp_path / "merged.json")
+    events = checked(tmp_path / "merged.json")
+    assert not merged.notes
+    assert sum(event["ph"] == "f" for event in events) == 80  # no receive ends before its send
+    ends_us = {e["pid"]: e["ts"] + e["dur"] for e in events if e.get("cat") == "step"}
+    true_s = [float((tmp_path / f"true-{rank}").read_text().split()[1]) for rank in (0, 1)]
+    apart_s = (ends_us[1] - ends_us[0]) / 1e6
+    assert abs(apart_s - (true_s[1] - true_s[0])) <= sum(merged.clock_errors_s.values()) + 1e-6
+    assert sum(merged.clock_errors_s.values()) < 0.1

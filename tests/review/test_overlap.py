@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from synthetic_spans import collective, compute, wait
 
 from phalanx.measure.spans import Span, StepSpans
 from phalanx.report.output import values_of
 from phalanx.report.terminal import text_of
 from phalanx.review.overlap import overlap_of
-from synthetic_spans import collective, compute, wait
 
 
 def step_of(*spans: Span) -> StepSpans:

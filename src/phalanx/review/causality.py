@@ -116,7 +116,9 @@ def _constraints(nodes: Sequence[Node], pieces: int) -> tuple[Array, Array, Arra
         piece_s = (node.end_s - node.begin_s) / pieces
         edges += [(k, k + 1, -piece_s) for k in range(first, first + pieces)]
         if (before := last.get(node.head.rank)) is not None:
-            edges.append((before * (pieces + 1) + pieces, first, nodes[before].end_s - node.begin_s))
+            edges.append(
+                (before * (pieces + 1) + pieces, first, nodes[before].end_s - node.begin_s)
+            )
         last[node.head.rank] = number
     table = [np.array(edges).T]
 
