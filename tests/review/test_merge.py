@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from synthetic_spans import (
-    Clock,
     bent,
     checked,
     collective,

@@ -59,15 +59,9 @@ class Merged:
     """A merged trace.
 
     Attributes:
-        file: the trace.
-        strategy: text form of the strategy.
-        ranks: global ranks.
-        steps: numbers of the steps.
-        num_spans: spans in the trace.
-        num_bytes: size of the file.
+        num_spans: spans in the trace, without steps.
         collectives: axis -> op -> number of calls, summed over ranks.
         clock_errors_s: rank -> largest error of its times; infinite if clocks were not compared.
-        overlap: overlap of communication with arithmetic.
         notes: sentences on what is missing, or contradicts.
     """
 
@@ -285,9 +279,11 @@ def _events(nodes: dict[Path, Node]) -> Iterator[dict[str, Any]]:
                 for s in step.spans
             ]
             times_s = node.corrected(node.measured(np.array(times_s))) - origin_s
-            times = iter(np.rint(times_s * 1e9).astype(int).tolist())  # nanoseconds
+            times: Iterator[tuple[int, int]]  # nanoseconds
+            times = map(tuple, np.rint(times_s * 1e9).astype(int).tolist())
             calls = iter(zip(node.ids.tolist(), arrows[file].tolist(), strict=True))
             terms = {f"{term} ms": 1e3 * seconds for term, seconds in step.terms_s.items()}
+            slices: list[tuple[int, int, str, str, dict[str, Any], tuple[int, int]]]
             slices = [(*next(times), "step", f"step {step.step}", terms, (0, 0))]
             for span, (begin, end) in zip(step.spans, times, strict=True):
                 if isinstance(span, CounterSample):
@@ -295,6 +291,7 @@ def _events(nodes: dict[Path, Node]) -> Iterator[dict[str, Any]]:
                            "name": span.counter, "args": span.values}  # fmt: skip
                     continue
                 call = (0, 0)
+                args: dict[str, Any]
                 if isinstance(span, ComputeSpan):
                     kind, name = "compute", f"{span.phase} {span.part}".rstrip()
                     args = {"part": span.part, "microbatch": span.microbatch, "term": span.term}
