@@ -90,7 +90,7 @@ def correct(nodes: Sequence[Node]) -> int:
         for name in ("begin_s", "end_s", "error_s")
     )
     order = np.argsort(ids, kind="stable")
-    wrong = np.empty(0)
+    wrong = list[int]()
     for pieces in PIECES:
         num_knots = pieces + 1
         # Constraints x[v] >= x[u] + w on the knots of all nodes, one node after another.
@@ -107,7 +107,7 @@ def correct(nodes: Sequence[Node]) -> int:
         shares = (np.stack([begins_s, ends_s]) - first_s[node_of]) / (last_s - first_s)[node_of]
         knots = np.clip(shares * pieces, 0, pieces - 1).astype(int) + node_of * num_knots
         for shift in range(1, len(order)):
-            # Of calls sorted by id, those of one id are neighbors: each meets all of its id.
+            # Sorted by id, calls of one id are neighbors: each meets all others of its id.
             one, other = order[:-shift], order[shift:]
             is_one_call = ids[one] == ids[other]
             if not is_one_call.any():
@@ -127,8 +127,8 @@ def correct(nodes: Sequence[Node]) -> int:
         x = (_least(-bounds_s, u, v, w) - _least(-bounds_s, v, u, w)) / 2
         for node, shifts_s in zip(nodes, x.reshape(-1, num_knots), strict=True):
             node.shifts_s = shifts_s
-        wrong = v[x[v] < x[u] + w - MARGIN_S / 2] // num_knots
-        if not wrong.size:
+        wrong = (v[x[v] < x[u] + w - MARGIN_S / 2] // num_knots).tolist()
+        if not wrong:
             break
     return len({nodes[number].head.rank for number in wrong})
 

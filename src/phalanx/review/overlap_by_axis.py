@@ -30,8 +30,11 @@ from phalanx.report.units import percent
 Intervals = list[tuple[float, float]]
 """Intervals in order that do not touch one another."""
 
+TERMS: Final = ("forward", "backward")
+"""Terms of the parts beneath which collectives are listed."""
+
 LEAST_SHARE: Final = 0.2
-"""Share of a collective, or of a part, from which the table has it beneath the part."""
+"""Least fraction of a collective, or of a part, for which the one is beneath the other."""
 
 MOST_ROWS: Final = 24
 """Parts that the printed table has; JSON has all."""
@@ -49,7 +52,7 @@ class AxisOverlap:
 
     @property
     def hidden_share(self) -> float | None:
-        """The share of the communication that is hidden; None without communication."""
+        """The hidden fraction of the communication; None without communication."""
         return self.hidden_s / self.under_way_s if self.under_way_s else None
 
 
@@ -127,7 +130,11 @@ def overlap_of(steps: Iterable[StepSpans]) -> Overlap:
             values = (num_s, num_s - waited_s, exposed_s, waited_s - exposed_s)
             sums[axis] = [a + b for a, b in zip(sums[axis], values, strict=True)]
         computes = sorted(
-            (s for s in step.spans if isinstance(s, ComputeSpan) and s.part),
+            (
+                span
+                for span in step.spans
+                if isinstance(span, ComputeSpan) and span.part and span.term in TERMS
+            ),
             key=lambda span: span.begin_s,
         )
         ends_s = [span.end_s for span in computes]

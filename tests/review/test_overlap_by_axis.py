@@ -10,7 +10,7 @@ from synthetic_spans import collective, compute, wait
 from phalanx.measure.spans import Span, StepSpans
 from phalanx.report.output import values_of
 from phalanx.report.terminal import text_of
-from phalanx.review.overlap import overlap_of
+from phalanx.review.overlap_by_axis import overlap_of
 
 
 def step_of(*spans: Span) -> StepSpans:
