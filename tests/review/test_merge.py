@@ -193,6 +193,15 @@ def test_clocks_without_comparisons_are_corrected_by_messages(tmp_path: Path) ->
     checked(tmp_path / "merged.json")
 
 
+def test_messages_that_contradict_the_measured_clocks_are_named(tmp_path: Path) -> None:
+    write_clocks(tmp_path, [bent(0, 0)] * 2, [9.0, 12.0])
+    clocks = [bent(0, 0), bent(0.1, 0)]  # set after the comparison
+    write_step(tmp_path, 1, clocks, 10.0, {"dp": 2}, random_spans(1, 2, 20).__getitem__)
+    (note,) = merge(tmp_path, tmp_path / "merged.json").notes
+    assert note.startswith("messages contradict the measured clocks of")
+    checked(tmp_path / "merged.json")
+
+
 def job_of(num_ranks: int, num_blocks: int, num_microbatches: int) -> list[Span]:
     """The spans of an fsdp step of a rank: each block is gathered, computed and reduced."""
     spans, at_s, group, number = list[Span](), 0.0, tuple(range(num_ranks)), 0

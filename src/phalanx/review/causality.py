@@ -27,8 +27,11 @@ from phalanx.measure.spans import StepSpans
 
 Array = NDArray[Any]
 
-MUTUAL: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap", "barrier")
-"""Collectives that end on no rank before all ranks have begun them."""
+MUTUAL: Final = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
+"""Collectives that end on no rank before all ranks have begun them.
+
+An all-to-all may be a swap of pairs, so its ranks need not wait for all others.
+"""
 
 MARGIN_S: Final = 2e-9
 """Least time from the begin of a send to the end of its receive, more than times are rounded."""
@@ -77,8 +80,8 @@ class Node:
 def correct(nodes: Sequence[Node]) -> int:
     """Set `shifts_s` of nodes, which are in the order of steps; return how many ranks contradict.
 
-    Where the constraints need more than an error, as where a clock did not run evenly, a correction
-    is larger than this error.
+    Ranks contradict where the constraints need a correction that is larger than the error, as where
+    a clock did not run evenly.
     """
     ids, begins_s, ends_s, is_source, is_target = (
         np.concatenate([getattr(node, name) for node in nodes])
@@ -127,10 +130,11 @@ def correct(nodes: Sequence[Node]) -> int:
         x = (_least(-bounds_s, u, v, w) - _least(-bounds_s, v, u, w)) / 2
         for node, shifts_s in zip(nodes, x.reshape(-1, num_knots), strict=True):
             node.shifts_s = shifts_s
-        wrong = (v[x[v] < x[u] + w - MARGIN_S / 2] // num_knots).tolist()
+        broken = (*v[x[v] < x[u] + w - MARGIN_S / 2], *np.flatnonzero(abs(x) > bounds_s + MARGIN_S))
+        wrong = [nodes[knot // num_knots].head.rank for knot in broken]
         if not wrong:
             break
-    return len({nodes[number].head.rank for number in wrong})
+    return len(set(wrong))
 
 
 def _least(start: Array, u: Array, v: Array, w: Array) -> Array:

@@ -154,8 +154,8 @@ def merge(run: Path, out: Path, is_wanted: Callable[[int], bool] = lambda _: Tru
             notes.append(f"step {step} has no spans of {named(missing)}")
     if contradicting := correct([*nodes.values()]):
         notes.append(
-            f"messages contradict the clocks of {contradicting} ranks: where a receive ends before "
-            "its send begins, the arrow is left out"
+            f"messages contradict the measured clocks of {contradicting} ranks, whose errors may "
+            "be larger than printed; a receive that ends before its send has no arrow"
         )
     errors_s = dict.fromkeys(sorted(set[int]().union(*ranks_of.values())), 0.0)
     for node in nodes.values():
@@ -215,14 +215,11 @@ def _node(step: StepSpans, begin_s: float, end_s: float, error_s: float) -> Node
 
 def _call_id(step: int, rank: int, span: CollectiveSpan) -> int:
     """Return a number of 48 bits that is equal on the ranks of a collective or message."""
-    op, ends = span.op, [span.peer, rank] if span.peer is not None else []
-    if op == "send":
-        ends.reverse()
-    elif op in MUTUAL:
-        ends.sort()
-    if is_message := op == "send" or op[:4] == "recv":
-        op = "message"
-    text = f"{step} {op} {span.ranks} {ends if is_message or op in MUTUAL else ''} {span.number}"
+    name = f"{span.op} {span.ranks}"
+    if span.op in ("send", "recv"):
+        ends = (rank, span.peer) if span.op == "send" else (span.peer, rank)
+        name = f"message {span.ranks} {ends}"
+    text = f"{step} {name} {span.number}"
     return int.from_bytes(blake2b(text.encode(), digest_size=6).digest())
 
 
