@@ -93,7 +93,7 @@ def correct(nodes: Sequence[Node]) -> int:
         for name in ("begin_s", "end_s", "error_s")
     )
     order = np.argsort(ids, kind="stable")
-    wrong = list[int]()
+    ranks, wrong = np.array([node.head.rank for node in nodes]), list[int]()
     for pieces in PIECES:
         num_knots = pieces + 1
         # Constraints x[v] >= x[u] + w on the knots of all nodes, one node after another.
@@ -130,11 +130,12 @@ def correct(nodes: Sequence[Node]) -> int:
         x = (_least(-bounds_s, u, v, w) - _least(-bounds_s, v, u, w)) / 2
         for node, shifts_s in zip(nodes, x.reshape(-1, num_knots), strict=True):
             node.shifts_s = shifts_s
-        broken = (*v[x[v] < x[u] + w - MARGIN_S / 2], *np.flatnonzero(abs(x) > bounds_s + MARGIN_S))
-        wrong = [nodes[knot // num_knots].head.rank for knot in broken]
+        beyond = np.flatnonzero(abs(x) > bounds_s + MARGIN_S)
+        broken = np.append(v[x[v] < x[u] + w - MARGIN_S / 2], beyond) // num_knots
+        wrong = np.unique(ranks[broken]).tolist()
         if not wrong:
             break
-    return len(set(wrong))
+    return len(wrong)
 
 
 def _least(start: Array, u: Array, v: Array, w: Array) -> Array:

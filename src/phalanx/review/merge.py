@@ -85,12 +85,7 @@ class Merged:
 
 
 def merge(run: Path, out: Path, is_wanted: Callable[[int], bool] = lambda _: True) -> Merged:
-    """Write the trace of a run's profiled steps to `out`.
-
-    Args:
-        run: folder of the run.
-        out: file to write.
-        is_wanted: whether the trace has a step, by its number.
+    """Write the trace of the steps of a run for whose numbers `is_wanted` is true to `out`.
 
     Raises:
         ConfigError: the run has no spans of these steps.
