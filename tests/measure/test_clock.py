@@ -90,7 +90,7 @@ def test_a_clock_that_was_set_between_two_comparisons_is_not_interpolated() -> N
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "trace").mkdir()
     line = '{"rank": 0, "at_s": 1.0, "offset_s": 0.0, "error_s": 0.0}\n'
-    (tmp_path / CLOCK).write_text(line + line[:-20])
+    (tmp_path / CLOCK).write_bytes(line.encode() + b"\xff\n" + line[:-20].encode())
     found = clocks(tmp_path)
     assert 0 in found
     assert 1 not in found

@@ -165,7 +165,7 @@ def clocks(run: Path) -> Clocks:
         OSError: the run has no comparisons.
     """
     comparisons: list[Comparison] = []
-    for line in (run / CLOCK).read_text(encoding="utf-8").splitlines():
+    for line in (run / CLOCK).read_text("utf-8", "replace").splitlines():
         try:
             comparisons.append(Comparison(**json.loads(line)))
         except (ValueError, TypeError):  # the disk was full, or the run was killed
