@@ -27,8 +27,11 @@ from phalanx.measure.spans import StepSpans
 
 Array = NDArray[Any]
 
-MUTUAL: Final = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "swap", "barrier")
-"""Collectives that end on no rank before all ranks have begun them."""
+MUTUAL: Final = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
+"""Collectives that end on no rank before all ranks have begun them.
+
+An all-to-all may be a swap of pairs, so its ranks need not wait for all others.
+"""
 
 MARGIN_S: Final = 2e-9
 """Least time from the begin of a send to the end of its receive, more than times are rounded."""
@@ -43,12 +46,10 @@ class Node:
 
     Attributes:
         head: the step, without spans.
-        begin_s: begin of the step.
-        end_s: end of the step.
+        begin_s: begin of the step; `end_s` its end.
         error_s: largest error of the times.
         ids: an identifier of each collective, equal on the ranks of a collective or message.
-        begins_s: time of the call of each collective.
-        ends_s: end of each collective.
+        begins_s: begin of each collective; `ends_s` their ends.
         is_source: whether the other ranks cannot end a collective before this rank began it.
         is_target: whether this rank cannot end it before its sources began it.
         shifts_s: corrections at the knots.
@@ -79,79 +80,70 @@ class Node:
 def correct(nodes: Sequence[Node]) -> int:
     """Set `shifts_s` of nodes, which are in the order of steps; return how many ranks contradict.
 
-    Where the constraints need more than an error, as where a clock did not run evenly, a correction
-    is larger than this error.
+    Ranks contradict where the constraints need a correction that is larger than the error, as where
+    a clock did not run evenly.
     """
-    contradicting = 0
+    ids, begins_s, ends_s, is_source, is_target = (
+        np.concatenate([getattr(node, name) for node in nodes])
+        for name in ("ids", "begins_s", "ends_s", "is_source", "is_target")
+    )
+    node_of = np.repeat(np.arange(len(nodes)), [len(node.ids) for node in nodes])
+    first_s, last_s, errors_s = (
+        np.array([getattr(node, name) for node in nodes])
+        for name in ("begin_s", "end_s", "error_s")
+    )
+    order = np.argsort(ids, kind="stable")
+    ranks, wrong = np.array([node.head.rank for node in nodes]), list[int]()
     for pieces in PIECES:
-        u, v, w = _constraints(nodes, pieces)
-        errors_s = np.repeat([node.error_s for node in nodes], pieces + 1)
-        x = (_least(-errors_s, u, v, w) - _least(-errors_s, v, u, w)) / 2
-        for node, shifts_s in zip(nodes, x.reshape(-1, pieces + 1), strict=True):
+        num_knots = pieces + 1
+        # Constraints x[v] >= x[u] + w on the knots of all nodes, one node after another.
+        edges: list[tuple[int, int, float]] = []
+        knot_of: dict[int, int] = {}  # rank -> last knot of its step before
+        for number, node in enumerate(nodes):
+            first = number * num_knots
+            piece_s = (node.end_s - node.begin_s) / pieces
+            edges += [(k, k + 1, -piece_s) for k in range(first, first + pieces)]
+            if (before := knot_of.get(node.head.rank)) is not None:
+                edges.append((before, first, nodes[before // num_knots].end_s - node.begin_s))
+            knot_of[node.head.rank] = first + pieces
+        table = [np.array(edges).T]
+        shares = (np.stack([begins_s, ends_s]) - first_s[node_of]) / (last_s - first_s)[node_of]
+        knots = np.clip(shares * pieces, 0, pieces - 1).astype(int) + node_of * num_knots
+        for shift in range(1, len(order)):
+            # Sorted by id, calls of one id are neighbors: each meets all others of its id.
+            one, other = order[:-shift], order[shift:]
+            is_one_call = ids[one] == ids[other]
+            if not is_one_call.any():
+                break
+            for a, b in ((one, other), (other, one)):
+                w = begins_s[a] - ends_s[b] + MARGIN_S
+                may_bind = w > -2 * (errors_s[node_of[a]] + errors_s[node_of[b]])
+                pair = is_one_call & is_source[a] & is_target[b] & may_bind
+                ends = np.stack([knots[0, a[pair]], knots[1, b[pair]]])
+                (u, v), inverse = np.unique(ends, axis=1, return_inverse=True)
+                strongest = np.full(len(u), -np.inf)
+                np.maximum.at(strongest, inverse.reshape(-1), w[pair])
+                table += [np.stack([u + i, v + j, strongest]) for i in (0, 1) for j in (0, 1)]
+        u, v, w = np.concatenate(table, axis=1)
+        u, v = u.astype(int), v.astype(int)
+        bounds_s = np.repeat(errors_s, num_knots)
+        x = (_least(-bounds_s, u, v, w) - _least(-bounds_s, v, u, w)) / 2
+        for node, shifts_s in zip(nodes, x.reshape(-1, num_knots), strict=True):
             node.shifts_s = shifts_s
-        wrong = v[x[v] < x[u] + w - MARGIN_S / 2] // (pieces + 1)
-        contradicting = len({nodes[number].head.rank for number in wrong})
-        if not contradicting:
+        beyond = np.flatnonzero(abs(x) > bounds_s + MARGIN_S)
+        broken = np.append(v[x[v] < x[u] + w - MARGIN_S / 2], beyond) // num_knots
+        wrong = np.unique(ranks[broken]).tolist()
+        if not wrong:
             break
-    return contradicting
+    return len(wrong)
 
 
 def _least(start: Array, u: Array, v: Array, w: Array) -> Array:
     """Return the least x >= start with x[v] >= x[u] + w, or close to it if there is none."""
     x = start.copy()
-    for _ in range(len(x) + 1):
+    for _ in x:
         before = x.copy()
         np.maximum.at(x, v, x[u] + w)
         if np.array_equal(before, x):
             break
     return x
-
-
-def _constraints(nodes: Sequence[Node], pieces: int) -> tuple[Array, Array, Array]:
-    """Return the constraints x[v] >= x[u] + w on the knots of all nodes, one after another."""
-    last: dict[int, int] = {}
-    edges: list[tuple[int, int, float]] = []
-    for number, node in enumerate(nodes):
-        first = number * (pieces + 1)
-        piece_s = (node.end_s - node.begin_s) / pieces
-        edges += [(k, k + 1, -piece_s) for k in range(first, first + pieces)]
-        if (before := last.get(node.head.rank)) is not None:
-            edges.append(
-                (before * (pieces + 1) + pieces, first, nodes[before].end_s - node.begin_s)
-            )
-        last[node.head.rank] = number
-    table = [np.array(edges).T]
-
-    ids, begins_s, ends_s, is_source, is_target = (
-        np.concatenate([getattr(node, name) for node in nodes])
-        for name in ("ids", "begins_s", "ends_s", "is_source", "is_target")
-    )
-    number = np.repeat(np.arange(len(nodes)), [len(node.ids) for node in nodes])
-    step_begin_s, step_end_s, errors_s = (
-        np.array([getattr(node, name) for node in nodes])[number]
-        for name in ("begin_s", "end_s", "error_s")
-    )
-    knots = [
-        np.clip((t - step_begin_s) / (step_end_s - step_begin_s) * pieces, 0, pieces - 1)
-        .astype(int) + number * (pieces + 1)
-        for t in (begins_s, ends_s)
-    ]  # fmt: skip
-    order = np.argsort(ids, kind="stable")
-    for shift in range(1, len(order)):
-        # Of calls sorted by id, those of one id are neighbors: a call meets all others of its id.
-        one, other = order[:-shift], order[shift:]
-        is_one_call = ids[one] == ids[other]
-        if not is_one_call.any():
-            break
-        for a, b in ((one, other), (other, one)):
-            w = begins_s[a] - ends_s[b] + MARGIN_S
-            may_bind = w > -2 * (errors_s[a] + errors_s[b])
-            pair = is_one_call & is_source[a] & is_target[b] & may_bind
-            u, v, w = knots[0][a[pair]], knots[1][b[pair]], w[pair]
-            keys, inverse = np.unique(np.stack([u, v]), axis=1, return_inverse=True)
-            strongest = np.full(keys.shape[1], -np.inf)
-            np.maximum.at(strongest, inverse.reshape(-1), w)
-            for i in (0, 1):
-                table += [np.stack([keys[0] + i, keys[1] + j, strongest]) for j in (0, 1)]
-    u, v, w = np.concatenate(table, axis=1)
-    return u.astype(int), v.astype(int), w

@@ -25,20 +25,13 @@ from typing import Any, Final
 import numpy as np
 
 from phalanx.errors import ConfigError, named
+from phalanx.measure import spans
 from phalanx.measure.clock import CLOCK, Clocks, clocks
-from phalanx.measure.spans import (
-    CollectiveSpan,
-    ComputeSpan,
-    CounterSample,
-    StepSpans,
-    WaitSpan,
-    read_spans,
-    span_files,
-)
+from phalanx.measure.spans import CollectiveSpan, CounterSample, StepSpans, span_files
 from phalanx.report.tabular import Number, Part, Table
 from phalanx.report.units import size_text, time_text
-from phalanx.review.causality import MUTUAL, Array, Node, correct
-from phalanx.review.overlap import Overlap, overlap_of
+from phalanx.review.causality import MARGIN_S, MUTUAL, Array, Node, correct
+from phalanx.review.overlap_by_axis import Overlap, overlap_of
 from phalanx.storage import PARTIAL
 
 UNKNOWN_S: Final = 1.0
@@ -50,30 +43,20 @@ LANES: Final = 1000
 MOST_CLOCKS: Final = 8
 """Ranks whose clocks the printed table has one by one."""
 
-START, FINISH = 1, 2
-"""Ends of an arrow."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
     """A merged trace.
 
     Attributes:
-        file: the trace.
-        strategy: text form of the strategy.
-        ranks: global ranks.
-        steps: numbers of the steps.
-        num_spans: spans in the trace.
-        num_bytes: size of the file.
+        num_spans: spans in the trace, without steps.
         collectives: axis -> op -> number of calls, summed over ranks.
         clock_errors_s: rank -> largest error of its times; infinite if clocks were not compared.
-        overlap: overlap of communication with arithmetic.
-        notes: sentences on what is missing, or contradicts.
+        notes: sentences on missing files and contradictions.
     """
 
-    file: Path
+    file: str
     strategy: str
-    ranks: list[int]
     steps: list[int]
     num_spans: int
     num_bytes: int
@@ -84,35 +67,25 @@ class Merged:
 
     def parts(self) -> list[Part]:
         """Return the report to print."""
-        steps = f"steps {self.steps[0]} to {self.steps[-1]}"
         rows = [(axis, op, n) for axis, ops in self.collectives.items() for op, n in ops.items()]
         errors = [(f"rank {rank}", error_s) for rank, error_s in self.clock_errors_s.items()]
-        if len(errors) > MOST_CLOCKS:
-            errors = sorted(errors, key=lambda each: each[1])
-            errors = [(f"{errors[1][0]}, least but rank 0", errors[1][1]),
-                      (f"{errors[-1][0]}, most", errors[-1][1])]  # fmt: skip
+        if len(errors) > MOST_CLOCKS:  # the least of others than rank 0, and the most
+            _, least, *_, most = sorted(errors, key=lambda each: each[1])
+            errors = [least, most]
+        texts = [(rank, time_text(e) if isfinite(e) else "unknown") for rank, e in errors]
         return [
-            f"{self.strategy or 'one process'}: {len(self.ranks)} ranks, "
-            f"{steps if self.steps[1:] else f'step {self.steps[0]}'}, {self.num_spans:,} spans",
+            f"{self.strategy or 'one process'}; ranks: {len(self.clock_errors_s)}; "
+            f"steps: {', '.join(map(str, self.steps))}; spans: {self.num_spans:,}",
             Table("collectives", ("axis", "op", Number("calls of all ranks", ",d")), rows),
-            Table("error of clocks, beside rank 0", ("", Number("", _error_text)), errors),
+            Table("error of clocks, beside rank 0", ("", ""), texts),
             *self.overlap.tables(),
             *self.notes,
             f"wrote {self.file} ({size_text(self.num_bytes)}); open it at https://ui.perfetto.dev",
         ]
 
 
-def _error_text(error_s: float) -> str:
-    return time_text(error_s) if isfinite(error_s) else "unknown"
-
-
 def merge(run: Path, out: Path, is_wanted: Callable[[int], bool] = lambda _: True) -> Merged:
-    """Write the trace of a run's profiled steps to `out`.
-
-    Args:
-        run: folder of the run.
-        out: file to write.
-        is_wanted: whether the trace has a step, by its number.
+    """Write the trace of the steps of a run for whose numbers `is_wanted` is true to `out`.
 
     Raises:
         ConfigError: the run has no spans of these steps.
@@ -134,7 +107,7 @@ def merge(run: Path, out: Path, is_wanted: Callable[[int], bool] = lambda _: Tru
             try:
                 if not is_wanted(int(file.parent.name.removeprefix("step"))):
                     continue
-                step = read_spans(file)
+                step = spans.read_spans(file)
                 begin_s, end_s, error_s = step.begin_s, step.end_s, UNKNOWN_S
                 if step.rank in compared:
                     begin_s, end_s = (compared.to_rank0(step.rank, t) for t in (begin_s, end_s))
@@ -145,7 +118,14 @@ def merge(run: Path, out: Path, is_wanted: Callable[[int], bool] = lambda _: Tru
                     begin_s = step.unix_s - unix_s
                     end_s = begin_s + step.end_s - step.begin_s
                 nodes[file] = _node(step, begin_s, end_s, error_s)
-            except (OSError, ValueError, TypeError, LookupError, StopIteration) as error:
+            except (
+                OSError,
+                ValueError,
+                TypeError,
+                LookupError,
+                ArithmeticError,
+                StopIteration,
+            ) as error:
                 reason = (isinstance(error, OSError) and error.strerror) or "it is damaged"
                 notes.append(f"{file} is left out: {reason}")
                 continue
@@ -169,8 +149,8 @@ def merge(run: Path, out: Path, is_wanted: Callable[[int], bool] = lambda _: Tru
             notes.append(f"step {step} has no spans of {named(missing)}")
     if contradicting := correct([*nodes.values()]):
         notes.append(
-            f"messages contradict the clocks of {contradicting} ranks: where a receive ends before "
-            "its send begins, the arrow is left out"
+            f"messages contradict the measured clocks of {contradicting} ranks, whose errors may "
+            "be larger than printed; a receive that ends before its send has no arrow"
         )
     errors_s = dict.fromkeys(sorted(set[int]().union(*ranks_of.values())), 0.0)
     for node in nodes.values():
@@ -197,9 +177,8 @@ def merge(run: Path, out: Path, is_wanted: Callable[[int], bool] = lambda _: Tru
     finally:
         partial.unlink(missing_ok=True)
     return Merged(
-        file=out,
+        file=str(out),
         strategy=strategy,
-        ranks=[*errors_s],
         steps=[*ranks_of],
         num_spans=num_spans,
         num_bytes=num_bytes,
@@ -213,9 +192,8 @@ def merge(run: Path, out: Path, is_wanted: Callable[[int], bool] = lambda _: Tru
 def _node(step: StepSpans, begin_s: float, end_s: float, error_s: float) -> Node:
     """Return the collectives of a step that lies between two times of rank 0's clock."""
     calls = [span for span in step.spans if isinstance(span, CollectiveSpan)]
-    head = replace(step, spans=[])
     node = Node(
-        head=head,
+        head=replace(step, spans=[]),
         begin_s=begin_s,
         end_s=end_s,
         error_s=error_s,
@@ -232,31 +210,28 @@ def _node(step: StepSpans, begin_s: float, end_s: float, error_s: float) -> Node
 
 def _call_id(step: int, rank: int, span: CollectiveSpan) -> int:
     """Return a number of 48 bits that is equal on the ranks of a collective or message."""
-    op, ends = span.op, [span.peer, rank] if span.peer is not None else []
-    if op == "send":
-        ends.reverse()
-    elif op in MUTUAL:
-        ends.sort()
-    if is_message := op == "send" or op[:4] == "recv":
-        op = "message"
-    text = f"{step} {op} {span.ranks} {ends if is_message or op in MUTUAL else ''} {span.number}"
+    name = f"{span.op} {span.ranks}"
+    if span.op in ("send", "recv"):
+        ends = (rank, span.peer) if span.op == "send" else (span.peer, rank)
+        name = f"message {span.ranks} {ends}"
+    text = f"{step} {name} {span.number}"
     return int.from_bytes(blake2b(text.encode(), digest_size=6).digest())
 
 
 def _arrows(nodes: list[Node]) -> list[Array]:
-    """Return START, FINISH or 0 for each call of each node: each arrow has both ends."""
+    """Return the end of an arrow, "s" or "f", or "" for each call of each node."""
     ids = np.concatenate([node.ids for node in nodes])
     begins_s = np.concatenate([node.corrected(node.begins_s) for node in nodes])
     ends_s = np.concatenate([node.corrected(node.ends_s) for node in nodes])
     is_recv = np.concatenate([node.is_target & ~node.is_source for node in nodes])
-    roles = np.zeros(len(ids), np.int8)
+    roles = np.full(len(ids), "")
     order = np.lexsort((begins_s, is_recv, ids))  # of one call, its earliest begin comes first
     is_first = np.ones(len(ids), bool)
     is_first[1:] = ids[order][1:] != ids[order][:-1]
     start = order[is_first][np.cumsum(is_first) - 1]
-    is_finish = ~is_first & (ends_s[order] > begins_s[start]) & ~is_recv[start]
-    roles[order[is_finish]] = FINISH
-    roles[start[is_finish]] = START
+    is_finish = ~is_first & (ends_s[order] > begins_s[start] + MARGIN_S / 2) & ~is_recv[start]
+    roles[order[is_finish]] = "f"
+    roles[start[is_finish]] = "s"
     return np.split(roles, np.cumsum([len(node.ids) for node in nodes])[:-1])
 
 
@@ -279,27 +254,30 @@ def _events(nodes: dict[Path, Node]) -> Iterator[dict[str, Any]]:
         kinds = ["step", "compute", "wait", *head.axes]
         lanes = defaultdict[str, list[int]](list)  # kind -> ends of its lanes
         for file in files:
-            step, node = read_spans(file), nodes[file]
+            step, node = spans.read_spans(file), nodes[file]
             times_s = [(step.begin_s, step.end_s)]
             times_s += [
                 (s.at_s, s.at_s) if isinstance(s, CounterSample) else (s.begin_s, s.end_s)
                 for s in step.spans
             ]
             times_s = node.corrected(node.measured(np.array(times_s))) - origin_s
-            times = iter(np.rint(times_s * 1e9).astype(int).tolist())  # nanoseconds
+            times: Iterator[tuple[int, int]]  # nanoseconds
+            times = map(tuple, np.rint(times_s * 1e9).astype(int).tolist())
             calls = iter(zip(node.ids.tolist(), arrows[file].tolist(), strict=True))
             terms = {f"{term} ms": 1e3 * seconds for term, seconds in step.terms_s.items()}
-            slices = [(*next(times), "step", f"step {step.step}", terms, (0, 0))]
+            slices: list[tuple[int, int, str, str, dict[str, Any], tuple[int, str]]]
+            slices = [(*next(times), "step", f"step {step.step}", terms, (0, ""))]
             for span, (begin, end) in zip(step.spans, times, strict=True):
                 if isinstance(span, CounterSample):
                     yield {"ph": "C", "pid": rank, "tid": 0, "ts": begin / 1e3,
                            "name": span.counter, "args": span.values}  # fmt: skip
                     continue
-                call = (0, 0)
-                if isinstance(span, ComputeSpan):
+                call = (0, "")
+                args: dict[str, Any]
+                if isinstance(span, spans.ComputeSpan):
                     kind, name = "compute", f"{span.phase} {span.part}".rstrip()
                     args = {"part": span.part, "microbatch": span.microbatch, "term": span.term}
-                elif isinstance(span, WaitSpan):
+                elif isinstance(span, spans.WaitSpan):
                     kind, name = "wait", f"wait {span.axis}"
                     args = {"axis": span.axis, "term": span.term}
                 else:
@@ -328,8 +306,6 @@ def _events(nodes: dict[Path, Node]) -> Iterator[dict[str, Any]]:
                 args = {key: value for key, value in args.items() if value not in (None, "")}
                 yield {"ph": "X", **at, "ts": begin / 1e3, "dur": (end - begin) / 1e3,
                        "name": name, "cat": kind, "args": args}  # fmt: skip
-                arrow = {**at, "name": "call", "cat": "call", "id": call}
-                if role == START:
-                    yield {"ph": "s", **arrow, "ts": begin / 1e3}
-                elif role == FINISH:
-                    yield {"ph": "f", "bp": "e", **arrow, "ts": (end - 1) / 1e3}
+                if role:  # bound to the slice around its time, also where that is the end
+                    yield {"ph": role, "bp": "e", **at, "name": "call", "cat": "call", "id": call,
+                           "ts": (begin if role == "s" else end - 1) / 1e3}  # fmt: skip

@@ -30,8 +30,11 @@ from phalanx.report.units import percent
 Intervals = list[tuple[float, float]]
 """Intervals in order that do not touch one another."""
 
+TERMS: Final = ("forward", "backward")
+"""Terms of the parts beneath which collectives are listed."""
+
 LEAST_SHARE: Final = 0.2
-"""Share of a collective, or of a part, from which the table has it beneath the part."""
+"""Least fraction of a collective, or of a part, for which the one is beneath the other."""
 
 MOST_ROWS: Final = 24
 """Parts that the printed table has; JSON has all."""
@@ -49,24 +52,13 @@ class AxisOverlap:
 
     @property
     def hidden_share(self) -> float | None:
-        """The share of the communication that is hidden; None without communication."""
+        """The hidden fraction of the communication; None without communication."""
         return self.hidden_s / self.under_way_s if self.under_way_s else None
 
 
 @dataclass(frozen=True)
 class Beneath:
-    """Collectives that are under way at the same time as a part of the model computes.
-
-    Attributes:
-        phase: phase of the part, such as "backward".
-        part: block, or stage and action.
-        op: name of the collectives.
-        label: bucket, block or stage that they are of.
-        axis: mesh axis.
-        seconds: time at which both happen, in a step of all ranks together.
-        share_of_part: share of the part's time.
-        share_of_collective: share of the collectives' time under way.
-    """
+    """Collectives that are under way while a part of the model computes, in all steps together."""
 
     phase: str
     part: str
@@ -89,14 +81,14 @@ class Overlap:
         """Return the tables to print; none without communication."""
         if not self.axes:
             return []
-        heads = ["axis", *(Number(f"{head} ms", ",.2f", 1e-3) for head in
-                 ("under way", "hidden", "exposed", "beside")), "hidden"]  # fmt: skip
+        names = ("under way", "hidden", "exposed", "beside")
+        heads = ("axis", *(Number(f"{name} ms", ",.2f", 1e-3) for name in names), "hidden share")
         rows = [
             (a.axis, a.under_way_s, a.hidden_s, a.exposed_s, a.beside_s, percent(a.hidden_share))
             for a in self.axes
         ]
         note = "a step, on average over ranks; beside: while the rank waits for another axis"
-        tables = [Table("overlap by axis", heads, rows, heads[-1:], note)]
+        tables = [Table("overlap by axis", heads, rows, ("hidden share",), note)]
         lines = defaultdict[str, list[str]](list)
         for each in self.beneath:
             name = f"{each.op} {each.label}".rstrip()
@@ -127,16 +119,22 @@ def overlap_of(steps: Iterable[StepSpans]) -> Overlap:
         waits = [span for span in step.spans if isinstance(span, WaitSpan)]
         all_waits = union((wait.begin_s, wait.end_s) for wait in waits)
         for axis in dict.fromkeys(span.axis for span in (*flights, *waits)):
-            own = [w for w in waits if w.axis == axis and w.term != "bubble"]
-            exposed = union((wait.begin_s, wait.end_s) for wait in own)
+            exposed = union(
+                (w.begin_s, w.end_s) for w in waits if w.axis == axis and w.term != "bubble"
+            )
             moving = [(span.begin_s, span.end_s) for span in flights if span.axis == axis]
             under_way = union((*moving, *exposed))
             num_s, exposed_s = length(under_way), length(exposed)
-            waited_s = common(under_way, all_waits)
+            # |A and B| = |A| + |B| - |A or B|
+            waited_s = num_s + length(all_waits) - length(union((*under_way, *all_waits)))
             values = (num_s, num_s - waited_s, exposed_s, waited_s - exposed_s)
             sums[axis] = [a + b for a, b in zip(sums[axis], values, strict=True)]
         computes = sorted(
-            (s for s in step.spans if isinstance(s, ComputeSpan) and s.part),
+            (
+                span
+                for span in step.spans
+                if isinstance(span, ComputeSpan) and span.part and span.term in TERMS
+            ),
             key=lambda span: span.begin_s,
         )
         ends_s = [span.end_s for span in computes]
@@ -177,8 +175,3 @@ def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
 def length(intervals: Intervals) -> float:
     """Return the length of a union of intervals."""
     return sum(end - begin for begin, end in intervals)
-
-
-def common(one: Intervals, other: Intervals) -> float:
-    """Return the length of what two unions of intervals have in common."""
-    return length(one) + length(other) - length(union((*one, *other)))
