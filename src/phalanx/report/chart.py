@@ -37,6 +37,7 @@ class Chart:
         scale: size of the unit of x and of y: points are divided by it.
         is_stacked: whether series are areas on top of each other; they have the same x.
         marks: x -> text of a vertical line.
+        levels: y -> text of a horizontal line.
         keys: name -> place of the points in the JSON document.
     """
 
@@ -47,6 +48,7 @@ class Chart:
     scale: tuple[float, float] = (1, 1)
     is_stacked: bool = False
     marks: Sequence[tuple[float, str]] = ()
+    levels: Sequence[tuple[float, str]] = ()
     keys: dict[str, str] | None = None
 
     def svg(self) -> str:
@@ -64,6 +66,7 @@ class Chart:
                 scaled[name] = base
         xs = [x for points in scaled.values() for x, _ in points]
         ys = [y for points in scaled.values() for _, y in points if math.isfinite(y)] or [0.0]
+        ys += [y / self.scale[1] for y, _ in self.levels]
         low, high = (0.0, 1.12 * max(ys)) if self.is_stacked else (min(ys), max(ys))
         x_of, y_of = _Axis(min(xs), max(xs), LEFT, WIDTH - 12), _Axis(
             low, high, HEIGHT - BOTTOM, TOP
@@ -91,6 +94,12 @@ class Chart:
                 f'<path class="mark" d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}"/>'
                 f'<text class="over" x="{at + (-5 if side == "end" else 5):.1f}" y="{TOP + 11}" '
                 f'text-anchor="{side}">{escape(text)}</text>'
+            )
+        for y, text in self.levels:
+            at = y_of(y / self.scale[1])
+            lines.append(
+                f'<path class="mark" d="M{LEFT} {at:.1f}H{WIDTH - 12}"/><text class="over" '
+                f'x="{LEFT + 6}" y="{at - 5:.1f}">{escape(text)}</text>'
             )
         return _figure(self.title, f"{self.y} over {self.x}", HEIGHT, lines, [*scaled])
 

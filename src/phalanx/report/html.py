@@ -40,7 +40,10 @@ def keyed(value: Any, key: str = "") -> Any:
         return {name: keyed(inner, f"{key}/{name}") for name, inner in items}
     if isinstance(value, list):
         inner = cast("list[Any]", value)
-        placed = Points(keyed(each, f"{key}/{at}") for at, each in enumerate(inner))
+        if inner and isinstance(inner[0], list):
+            placed = Points(inner)  # a curve: its points are drawn, not written
+        else:
+            placed = Points(keyed(each, f"{key}/{at}") for at, each in enumerate(inner))
     elif isinstance(value, str):
         placed = Text(value)
     elif isinstance(value, int | float) and not isinstance(value, bool):

@@ -42,6 +42,9 @@ BUCKETS: Final = 500
 DRAWN_PARTS: Final = 1500
 """Parts of the width of a timeline; spans of one kind closer than that are drawn as one."""
 
+DRAWN_RANKS: Final = 8
+"""Most ranks that a timeline has."""
+
 SMALL: Final = 0.05
 """A part of a step or of the memory below this fraction is not named as the largest error."""
 
@@ -308,7 +311,7 @@ def _memory(run: RunRecords) -> Values | None:
             for kind, values in curve["bytes"].items()
             if any(values)
         }
-        found["curves"].append({"rank": rank, "peak_s": curve["at_s"][at], "bytes": points})
+        found["curves"].append(points)
     return found
 
 
@@ -358,7 +361,8 @@ def _profiled(folder: Path) -> Values:
     ]
     begins_s = _begins(folder, ranks)
     first_s, lanes = min(begins_s), list[Values]()
-    for step, begin_s in zip(ranks, begins_s, strict=True):
+    every = math.ceil(len(ranks) / DRAWN_RANKS)
+    for step, begin_s in [*zip(ranks, begins_s, strict=True)][::every]:
         least_s = (step.end_s - step.begin_s) / DRAWN_PARTS
         own = list[tuple[float, float, str]]()
         axes = dict[str, list[tuple[float, float, str]]]()
@@ -372,7 +376,10 @@ def _profiled(folder: Path) -> Values:
         for name, each in {"": own, **axes}.items():
             spans_s = _joined(sorted(each), step.begin_s + first_s - begin_s, least_s)
             lanes.append({"rank": step.rank, "axis": name, "spans": spans_s})
-    timeline = {"step": ranks[0].step, "lanes": lanes}
+    number = ranks[0].step
+    text = f"Step {number}, profiled on {len(ranks)} ranks"
+    text += f"; one rank in {every} is drawn." if every > 1 else "."
+    timeline = {"step": number, "text": text, "lanes": lanes}
     overlap = _optional("phalanx.review.overlap")
     return {"timeline": timeline, "overlap": overlap and values_of(overlap.overlap_of(ranks))}
 

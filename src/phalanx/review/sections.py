@@ -13,8 +13,8 @@ from phalanx.report.units import MIB
 
 Parts = list[Part | Chart | Lanes]
 
-MAX_CURVES: Final = 8
-"""Most ranks whose memory or timeline is drawn."""
+MAX_DRAWN: Final = 8
+"""Most ranks whose memory is drawn."""
 
 
 def significant(value: float) -> str:
@@ -175,11 +175,11 @@ def _ledger(ledger: Mapping[str, Any]) -> Iterator[Part]:
         yield Table("Exposed communication by axis, mean of a step", heads, rows)
 
 
-def _timeline(timeline: Mapping[str, Any]) -> Iterator[Lanes]:
-    lanes = [lane for lane in timeline["lanes"] if lane["rank"] < MAX_CURVES]
+def _timeline(timeline: Mapping[str, Any]) -> Iterator[Part | Lanes]:
+    yield timeline["text"]
     names = {
-        f"rank {lane['rank']:.0f}{' ' if lane['axis'] else ''}{lane['axis']}": lane["spans"]
-        for lane in lanes
+        f"rank {lane['rank']:.0f} {lane['axis']}".rstrip(): lane["spans"]
+        for lane in timeline["lanes"]
     }
     yield Lanes("Phases, waits and collectives", names, _KINDS)
 
@@ -253,12 +253,17 @@ def _memory(memory: Mapping[str, Any]) -> Iterator[Part | Chart]:
         names = ("rank", "stage", "peak_bytes", "predicted_bytes", "error", "phase", "peak_s")
         rows = [[row[name] for name in names] for row in memory["ranks"]]
         yield Table("The peak of each rank", heads, rows)
-    for curve in memory["curves"][:MAX_CURVES]:
-        keys = {kind: points.key for kind, points in curve["bytes"].items()}
+    # Drawn are the highest peaks, of each stage one first.
+    order = sorted(range(len(memory["ranks"])), key=lambda at: -memory["ranks"][at]["peak_bytes"])
+    firsts = {memory["ranks"][at]["stage"]: at for at in reversed(order)}
+    for at in sorted([*dict.fromkeys([*firsts.values(), *order])][:MAX_DRAWN]):
+        rank, curve = memory["ranks"][at], memory["curves"][at]
+        planned = rank["predicted_bytes"]
         yield Chart(
-            f"Memory of rank {curve['rank']:.0f} over a step", "time in the step, ms", "MiB",
-            curve["bytes"], (1e-3, MIB), is_stacked=True, marks=[(curve["peak_s"], "peak")],
-            keys=keys,
+            f"Memory of rank {rank['rank']:.0f} over a step", "time in the step, ms", "MiB",
+            curve, (1e-3, MIB), is_stacked=True, marks=[(rank["peak_s"], "peak")],
+            levels=[] if planned is None else [(planned, "predicted peak")],
+            keys={kind: points.key for kind, points in curve.items()},
         )  # fmt: skip
 
 
