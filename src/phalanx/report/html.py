@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Final, cast
 
-from phalanx.report.chart import Chart, Lanes
+from phalanx.report.inline_svg import Chart, SpanLanes
 from phalanx.report.tabular import Line, Number, Part, Table
 
 
@@ -65,7 +65,7 @@ class Section:
     """
 
     title: str
-    parts: Sequence[Part | Chart | Lanes]
+    parts: Sequence[Part | Chart | SpanLanes]
     is_detail: bool = False
 
 
@@ -88,8 +88,8 @@ def page(title: str, sections: Sequence[Section]) -> str:
     )
 
 
-def _part(part: Part | Chart | Lanes) -> str:
-    if isinstance(part, Chart | Lanes):
+def _part(part: Part | Chart | SpanLanes) -> str:
+    if isinstance(part, Chart | SpanLanes):
         return part.svg()
     if isinstance(part, Table):
         return "".join(_table(part))

@@ -4,7 +4,7 @@
     process 1, killed at a step: it has no summary                 | process 2, resumed
 
 A resumed run appends to the same file: its first step replaces the record of that step and of all
-later ones, which the new process takes again. All other records are those of the last process.
+later ones, which the new process takes again. Other records are of the last process only.
 """
 
 from __future__ import annotations

@@ -286,7 +286,8 @@ def _memory(run: RunRecords) -> Values | None:
         return None
     most, peak = predicted.get("bytes", {}), predicted.get("bytes_at_peak", {})
     found: Values = {"kinds": [], "ranks": [], "curves": []}
-    for kind, num_bytes in (account or {}).get("at_most", {}).items():
+    account = account or {"at_most": {}, "at_peak": {}}
+    for kind, num_bytes in account["at_most"].items():
         found["kinds"].append(
             {
                 "kind": kind,
@@ -298,7 +299,7 @@ def _memory(run: RunRecords) -> Values | None:
             }
         )
     for name in ("peak_bytes", "peak_phase", "largest_bytes", "resident_bytes"):
-        found[name] = (account or {}).get(name)
+        found[name] = account.get(name)
     for rank, record in sorted(run.memory.items()):
         curve, at = record["curve"], record["peak"]
         num_bytes = sum(each[at] for each in curve["bytes"].values())
@@ -320,7 +321,7 @@ def _utilization(run: RunRecords, ledger: Values | None) -> Values | None:
     if not (use := run.summary.get("utilization")):
         return None
     of = "ceiling" if use["data_sheet_flops_per_s"] is None else "data sheet"
-    found = {"of": of, "peak_flops_per_s": use[f"{of.replace(' ', '_')}_flops_per_s"]}
+    found: Values = {"of": of, "peak_flops_per_s": use[f"{of.replace(' ', '_')}_flops_per_s"]}
     for name in ("mfu", "hfu"):
         for short, attention in (("", "causal"), ("_full", "full")):
             found[name + short] = use[f"{name}_{of.replace(' ', '_')}_{attention}"]
@@ -401,7 +402,7 @@ def _optional(module: str) -> Any:
 def _joined(
     spans: Sequence[tuple[float, float, str]], begin_s: float, least_s: float
 ) -> list[list[Any]]:
-    """Return spans from the begin of the step on; those of a kind that nearly touch are one."""
+    """Return spans from the begin of the step on; if two of a kind nearly touch, they are one."""
     found = list[list[Any]]()
     for begin, end, kind in spans:
         if found and found[-1][2] == kind and begin - begin_s - found[-1][1] < least_s:
@@ -440,10 +441,14 @@ def _commands(run: RunRecords) -> dict[str, str]:
     """Return the commands that repeat and resume the run, by name."""
     folder = shlex.quote(str(run.folder))
     file = run.folder / "config.toml"
-    found = dict[str, str]()
+    found, resume = dict[str, str](), run.summary.get("resume", "")
     if file.exists():
         found["repeat"] = f"phalanx train --config {shlex.quote(str(file))}"
-    found["resume"] = run.summary.get("resume") or (
+    elif " --resume " in resume:  # of a job of the user's own
+        settings = [(key, run.config.get(key)) for key in ("strategy", "steps", "seed")]
+        words = [f"--{key} {value}" for key, value in settings if value is not None]
+        found["repeat"] = " ".join([resume.partition(" --resume ")[0], *words])
+    found["resume"] = resume or (
         f"phalanx train --resume {folder}"
         if file.exists()
         else f"phalanx.Options(out={str(run.folder)!r}, resume=True)"

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from phalanx.report.chart import Chart, Lanes
+from phalanx.report.inline_svg import Chart, SpanLanes
 from phalanx.report.html import Section
 from phalanx.report.tabular import Line, Number, Part, Table
 from phalanx.report.units import MIB
 
-Parts = list[Part | Chart | Lanes]
+Parts = list[Part | Chart | SpanLanes]
 
 MAX_DRAWN: Final = 8
 """Most ranks whose memory is drawn."""
@@ -144,14 +144,15 @@ def _planned(planned: Mapping[str, Any]) -> Iterator[Part]:
         ]
         if rows:
             yield Table(title, ("what", head("predicted"), head("measured"), ERROR), rows)
-    yield "The prediction is based on:"
-    yield planned["machine"]
+    if planned["machine"]:
+        yield "The prediction is based on:"
+        yield planned["machine"]
 
 
 def _ledger(ledger: Mapping[str, Any]) -> Iterator[Part]:
     yield from filter(None, (ledger["straggler"], ledger["advice"]))
     has_ranks = bool(ledger["ranks"])
-    heads = ["term", ms("rank 0, median"), SHARE]
+    heads: list[str | Number] = ["term", ms("rank 0, median"), SHARE]
     rows = [[row["term"], row["median_s"], row["share"]] for row in ledger["terms"]]
     if has_ranks:
         heads += [ms(f"{name} rank") for name in ("least", "median", "most")]
@@ -160,7 +161,7 @@ def _ledger(ledger: Mapping[str, Any]) -> Iterator[Part]:
     note = "Of ranks: the mean of a step." if has_ranks else ""
     yield Table("By term", heads, rows, note=note)
     if has_ranks:
-        terms = [*ledger["ranks"][0]["terms_s"]]
+        terms: list[str] = [*ledger["ranks"][0]["terms_s"]]
         short = {"communication": "comm."}
         heads = [Number("rank", ".0f"), "host", Number("step", significant, 1e-3)]
         heads += [Number(short.get(term, term), significant, 1e-3) for term in terms]
@@ -175,13 +176,13 @@ def _ledger(ledger: Mapping[str, Any]) -> Iterator[Part]:
         yield Table("Exposed communication by axis, mean of a step", heads, rows)
 
 
-def _timeline(timeline: Mapping[str, Any]) -> Iterator[Part | Lanes]:
+def _timeline(timeline: Mapping[str, Any]) -> Iterator[Part | SpanLanes]:
     yield timeline["text"]
     names = {
         f"rank {lane['rank']:.0f} {lane['axis']}".rstrip(): lane["spans"]
         for lane in timeline["lanes"]
     }
-    yield Lanes("Phases, waits and collectives", names, _KINDS)
+    yield SpanLanes("Phases, waits and collectives", names, _KINDS)
 
 
 def _overlap(overlap: Mapping[str, Any]) -> Iterator[Part]:

@@ -30,7 +30,7 @@ class Chart:
     """Values over x: lines, or areas on top of each other.
 
     Attributes:
-        title: what is drawn.
+        title: text above the drawing.
         x: label of the horizontal axis, with its unit.
         y: label of the vertical axis, with its unit.
         series: name -> points (x, y), in units of the axes times the scale.
@@ -57,9 +57,9 @@ class Chart:
             name: [(x / self.scale[0], y / self.scale[1]) for x, y in points]
             for name, points in self.series.items()
         }
+        bottoms = dict[str, list[tuple[float, float]]]()
         if self.is_stacked:
             base = [(x, 0.0) for x, _ in next(iter(scaled.values()))]
-            bottoms = dict[str, list[tuple[float, float]]]()
             for name, points in scaled.items():
                 bottoms[name] = base
                 base = [(x, y + z) for (x, y), (_, z) in zip(points, base, strict=True)]
@@ -105,11 +105,11 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Lanes:
+class SpanLanes:
     """Spans of time in lanes, one below another.
 
     Attributes:
-        title: what is drawn.
+        title: text above the drawing.
         lanes: name -> spans (begin in s, end in s, kind).
         kinds: kinds in the order of their colors.
     """
