@@ -33,75 +33,59 @@ class Chart:
         title: text above the drawing.
         x: label of the horizontal axis, with its unit.
         y: label of the vertical axis, with its unit.
-        series: name -> points (x, y), in units of the axes times the scale.
-        scale: size of the unit of x and of y: points are divided by it.
+        series: name -> points (x, y).
+        scale: sizes of the units of x and y, by which points are divided.
         is_stacked: whether series are areas on top of each other; they have the same x.
-        marks: x -> text of a vertical line.
-        levels: y -> text of a horizontal line.
-        keys: name -> place of the points in the JSON document.
+        peak_at: x of a vertical line; None for none.
+        planned: y of a horizontal line; None for none.
     """
 
     title: str
     x: str
     y: str
-    series: dict[str, Sequence[Sequence[float]]]
+    series: dict[str, list[list[float]]]
     scale: tuple[float, float] = (1, 1)
     is_stacked: bool = False
-    marks: Sequence[tuple[float, str]] = ()
-    levels: Sequence[tuple[float, str]] = ()
-    keys: dict[str, str] | None = None
+    peak_at: float | None = None
+    planned: float | None = None
 
-    def svg(self) -> str:
-        """Return the chart with its legend, as HTML."""
-        scaled = {
-            name: [(x / self.scale[0], y / self.scale[1]) for x, y in points]
-            for name, points in self.series.items()
-        }
-        bottoms = dict[str, list[tuple[float, float]]]()
-        if self.is_stacked:
-            base = [(x, 0.0) for x, _ in next(iter(scaled.values()))]
-            for name, points in scaled.items():
-                bottoms[name] = base
-                base = [(x, y + z) for (x, y), (_, z) in zip(points, base, strict=True)]
-                scaled[name] = base
-        xs = [x for points in scaled.values() for x, _ in points]
-        ys = [y for points in scaled.values() for _, y in points if math.isfinite(y)] or [0.0]
-        ys += [y / self.scale[1] for y, _ in self.levels]
-        low, high = (0.0, 1.12 * max(ys)) if self.is_stacked else (min(ys), max(ys))
-        x_of, y_of = _Axis(min(xs), max(xs), LEFT, WIDTH - 12), _Axis(
-            low, high, HEIGHT - BOTTOM, TOP
-        )  # fmt: skip
-        lines = [*_x_axis(x_of, HEIGHT - BOTTOM, self.x), *_y_axis(y_of, self.y)]
-        for number, (name, points) in enumerate(scaled.items()):
-            drawn = [f"{x_of(x):.1f} {y_of(y):.1f}" for x, y in points if math.isfinite(y)]
-            path, kind = "M" + "L".join(drawn), "line"
+    def svg(self, place: str) -> str:
+        """Return the chart with its legend, as HTML; it is at `place` in the JSON document."""
+        floor = [(x, 0.0) for x, _ in next(iter(self.series.values()))]
+        bands = dict[str, tuple[list[tuple[float, float]], list[tuple[float, float]]]]()
+        for name, points in self.series.items():
+            top = [(x, y) for x, y in points]
             if self.is_stacked:
-                kind = "area"
-                path += "L" + "L".join(
-                    f"{x_of(x):.1f} {y_of(y):.1f}" for x, y in reversed(bottoms[name])
-                )
-            elif len(points) <= 40:
-                path += "".join(f"M{each}h.01" for each in drawn)
-            key = f' data-points="{escape((self.keys or {}).get(name, ""))}"'
+                top = [(x, y + z) for (x, y), (_, z) in zip(top, floor, strict=True)]
+            bands[name] = (top, floor)
+            floor = top if self.is_stacked else floor
+        xs = [x for top, _ in bands.values() for x, _ in top]
+        ys = [y for top, _ in bands.values() for _, y in top] + [
+            self.planned or 0
+        ] * self.is_stacked
+        low, high = (0.0, 1.12 * max(ys)) if self.is_stacked else (min(ys), max(ys))
+        across = _Axis(min(xs), max(xs), LEFT, WIDTH - 12, self.scale[0])
+        up = _Axis(low, high, HEIGHT - BOTTOM, TOP, self.scale[1])
+        lines = [*_x_axis(across, HEIGHT - BOTTOM, self.x), *_y_axis(up, self.y)]
+        for number, (name, (top, floor)) in enumerate(bands.items()):
+            both = [*top, *reversed(floor)] if self.is_stacked else top
+            drawn = [f"{across(x):.1f} {up(y):.1f}" for x, y in both]
             # Equal curves are all seen: an earlier one is wider than those that cover it.
-            width = f' style="stroke-width:{1.6 + 1.6 * (len(scaled) - 1 - number):g}"'
-            style = "" if self.is_stacked else width
-            lines.append(f'<path class="{kind} c{number % NUM_COLORS}"{key}{style} d="{path}"/>')
-        for x, text in self.marks:
-            at = x_of(x / self.scale[0])
-            side = "end" if at > WIDTH / 2 else "start"
+            style = f' style="stroke-width:{1.6 * (len(bands) - number):g}"'
+            kind, style = ("area", "") if self.is_stacked else ("line", style)
             lines.append(
-                f'<path class="mark" d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}"/>'
-                f'<text class="over" x="{at + (-5 if side == "end" else 5):.1f}" y="{TOP + 11}" '
-                f'text-anchor="{side}">{escape(text)}</text>'
+                f'<path class="{kind} c{number % NUM_COLORS}"{style} d="M{"L".join(drawn)}" '
+                f'data-points="{escape(f"{place}/series/{name}")}"/>'
             )
-        for y, text in self.levels:
-            at = y_of(y / self.scale[1])
-            lines.append(
-                f'<path class="mark" d="M{LEFT} {at:.1f}H{WIDTH - 12}"/><text class="over" '
-                f'x="{LEFT + 6}" y="{at - 5:.1f}">{escape(text)}</text>'
-            )
-        return _figure(self.title, f"{self.y} over {self.x}", HEIGHT, lines, [*scaled])
+        if self.peak_at is not None:
+            at = across(self.peak_at)
+            lines.append(f'<path class="mark" d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
+            lines.append(_text(at, TOP + 9, "peak", "over", "middle"))
+        if self.planned is not None:
+            at = up(self.planned)
+            lines.append(f'<path class="mark" d="M{LEFT} {at:.1f}H{WIDTH - 12}"/>')
+            lines.append(_text(LEFT + 6, at - 5, "predicted peak", "over", "start"))
+        return _figure(self.title, f"{self.y} over {self.x}", HEIGHT, lines, [*bands])
 
 
 @dataclass(frozen=True)
@@ -115,73 +99,69 @@ class SpanLanes:
     """
 
     title: str
-    lanes: dict[str, Sequence[Sequence[Any]]]
+    lanes: dict[str, list[list[Any]]]
     kinds: Sequence[str]
 
-    def svg(self) -> str:
-        """Return the lanes with their legend, as HTML."""
+    def svg(self, place: str) -> str:
+        """Return the lanes with their legend, as HTML; they are at `place` in the document."""
         spans = [span for lane in self.lanes.values() for span in lane]
-        left = 12 + 7 * max(map(len, self.lanes))
-        bottom = TOP + LANE * len(self.lanes) + 4
-        x_of = _Axis(
-            1e3 * min(span[0] for span in spans), 1e3 * max(span[1] for span in spans),
-            left, WIDTH - 12,
-        )  # fmt: skip
-        lines = [*_x_axis(x_of, bottom, "time in the step, ms")]
+        left, bottom = 12 + 7 * max(map(len, self.lanes)), TOP + LANE * len(self.lanes) + 4
+        first, last = min(span[0] for span in spans), max(span[1] for span in spans)
+        across = _Axis(first, last, left, WIDTH - 12, 1e-3)
+        lines = [*_x_axis(across, bottom, "time in the step, ms")]
         for row, (name, lane) in enumerate(self.lanes.items()):
             top = TOP + LANE * row
-            lines.append(f'<text x="{left - 6}" y="{top + 10}" text-anchor="end">{name}</text>')
+            lines.append(_text(left - 6, top + 10, name, "", "end"))
             for number, kind in enumerate(self.kinds):
-                boxes = "".join(
-                    f"M{x_of(1e3 * begin):.1f} {top}h{x_of(1e3 * end) - x_of(1e3 * begin):.1f}"
-                    f"v{LANE - 3}H{x_of(1e3 * begin):.1f}z"
-                    for begin, end, each in lane
-                    if each == kind
-                )
-                if boxes:
-                    lines.append(f'<path class="box c{number % NUM_COLORS}" d="{boxes}"/>')
-        return _figure(self.title, "a lane a rank over time", bottom + BOTTOM, lines, self.kinds)
+                own = [(across(begin), across(end)) for begin, end, each in lane if each == kind]
+                boxes = (f"M{x:.1f} {top}H{to:.1f}v{LANE - 3}H{x:.1f}z" for x, to in own)
+                if own:
+                    color = f'class="box c{number % NUM_COLORS}"'
+                    lines.append(f'<path {color} d="{"".join(boxes)}"/>')
+        about = f"spans by lane, at {place} of the JSON document"
+        return _figure(self.title, about, bottom + BOTTOM, lines, self.kinds)
 
 
 class _Axis:
-    """A linear map from values to pixels."""
+    """A linear map from values to pixels; its labels are in a unit of the size `scale`."""
 
-    def __init__(self, low: float, high: float, begin: float, end: float) -> None:
+    def __init__(self, low: float, high: float, begin: float, end: float, scale: float) -> None:
         around = 0.0 if high > low else abs(low) / 10 or 1.0
-        self.low, self.high = low - around, high + around
+        self.low, self.high, self.scale = low - around, high + around, scale
         self.begin, self.end = begin, end
 
     def __call__(self, value: float) -> float:
         share = (value - self.low) / (self.high - self.low)
         return self.begin + share * (self.end - self.begin)
 
-    def ticks(self, count: int = 6) -> Iterator[tuple[float, str]]:
-        """Yield (pixel, label) at about `count` round values."""
-        raw = (self.high - self.low) / count
-        size = 10.0 ** math.floor(math.log10(raw))
-        step = size * next(each for each in (1, 2, 5, 10) if each * size >= raw)
-        for number in range(math.ceil(self.low / step), math.floor(self.high / step) + 1):
-            yield self(number * step), f"{round(number * step, 10):,.10g}"
+    def ticks(self) -> Iterator[tuple[float, str]]:
+        """Yield (pixel, label) at about six round values."""
+        low, high = self.low / self.scale, self.high / self.scale
+        size = 10.0 ** math.floor(math.log10((high - low) / 6))
+        step = size * next(each for each in (1, 2, 5, 10) if each * size >= (high - low) / 6)
+        for number in range(math.ceil(low / step), math.floor(high / step) + 1):
+            yield self(number * step * self.scale), f"{round(number * step, 10):,.10g}"
+
+
+def _text(x: float, y: float, text: str, style: str, anchor: str) -> str:
+    place = f'class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f"<text {place}>{escape(text)}</text>"
 
 
 def _x_axis(axis: _Axis, top: float, label: str) -> Iterator[str]:
     yield f'<path class="axis" d="M{axis.begin} {top}H{axis.end}"/>'
     for at, text in axis.ticks():
         yield f'<path class="axis" d="M{at:.1f} {top}v4"/>'
-        yield f'<text class="tick" x="{at:.1f}" y="{top + 16}" text-anchor="middle">{text}</text>'
-    middle = (axis.begin + axis.end) / 2
-    yield f'<text x="{middle:.0f}" y="{top + 34}" text-anchor="middle">{escape(label)}</text>'
+        yield _text(at, top + 16, text, "tick", "middle")
+    yield _text((axis.begin + axis.end) / 2, top + 34, label, "", "middle")
 
 
 def _y_axis(axis: _Axis, label: str) -> Iterator[str]:
-    for at, text in axis.ticks(5):
+    for at, text in axis.ticks():
         yield f'<path class="grid" d="M{LEFT} {at:.1f}H{WIDTH - 12}"/>'
-        yield f'<text class="tick" x="{LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{text}</text>'
-    middle = (axis.begin + axis.end) / 2
-    yield (
-        f'<text transform="translate(14 {middle:.0f}) rotate(-90)" text-anchor="middle">'
-        f"{escape(label)}</text>"
-    )
+        yield _text(LEFT - 6, at + 4, text, "tick", "end")
+    turned = f"translate(14 {(axis.begin + axis.end) / 2:.0f}) rotate(-90)"
+    yield f'<g transform="{turned}">{_text(0, 0, label, "", "middle")}</g>'
 
 
 def _figure(title: str, about: str, height: float, lines: list[str], names: Sequence[str]) -> str:

@@ -65,6 +65,11 @@ class RunRecords:
         """Number of steps with a record."""
         return len(self.columns["step"])
 
+    @property
+    def loss_unit(self) -> str:
+        """Unit of the losses."""
+        return "nats a token" if self.unit == "tokens" else f"mean over {self.unit}"
+
     def add(self, record: Record) -> None:
         """Add a line; raise KeyError, TypeError or ValueError if it is damaged."""
         kind = record["kind"]
