@@ -115,7 +115,9 @@ def lines_of_run(run: RunRecords) -> Parts:
     }
     cost = max(costs, key=costs.__getitem__, default="other")
     cause = f"{cost.capitalize()} takes most of the step besides forward and backward."
-    cause = _straggler(run) or _largest_error(run) or run.summary.get("advice") or cause
+    cause = (
+        _straggler(run) or _largest_error(run, least=SMALL) or run.summary.get("advice") or cause
+    )
     yield Line(cause, "bold")
     if run.num_damaged:
         yield f"{run.num_damaged:,} lines of the records are damaged, and left out."
@@ -204,7 +206,12 @@ def _planned(run: RunRecords) -> Parts:
         ("Memory of rank 0, largest bytes", "bytes", mib("predicted", "measured")),
     ):
         rows = [
-            (what, each["predicted"], each["measured"], each.get("error"))
+            (
+                what,
+                each["predicted"],
+                each["measured"],
+                each.get("error") if each["measured"] else None,
+            )
             for what, each in predicted.get(name, {}).items()
             if each["predicted"] or each["measured"]
         ]
@@ -214,20 +221,21 @@ def _planned(run: RunRecords) -> Parts:
         yield f"The prediction is based on: {machine}"
 
 
-def _largest_error(run: RunRecords) -> str | None:
-    """Return a sentence on the largest relative error of the prediction."""
+def _largest_error(run: RunRecords, least: float = 0.0) -> str | None:
+    """Return a sentence on the largest relative error of the prediction, if it is over `least`."""
     errors = list[tuple[float, str]]()
     for group, text in (("time_s", time_text), ("sent", size_text), ("bytes", size_text)):
         of = (run.summary.get("predicted") or {}).get(group, {})
         whole = max((each["measured"] for each in of.values()), default=0)
-        noun = {"time_s": "the time of ", "sent": "the bytes over "}.get(group, "memory: ")
+        noun = {"time_s": "the time of ", "sent": "the bytes over "}.get(group, "the memory, ")
         for what, each in of.items():
             pair = each["predicted"], each["measured"]
-            if each.get("error") is not None and max(pair) > SMALL * whole:
+            if each.get("error") is not None and each["measured"] and max(pair) > SMALL * whole:
                 both = f"predicted {text(pair[0])}, measured {text(pair[1])}"
                 words = f"{noun}{'a step' if what == 'step' else what}: {both}"
                 errors.append((abs(each["error"]), f"{words} ({each['error']:+.0%})"))
-    return f"The plan errs most on {max(errors)[1]}." if errors else None
+    largest, words = max(errors, default=(0.0, ""))
+    return f"The plan errs most on {words}." if words and largest >= least else None
 
 
 def _ledger(run: RunRecords) -> Parts:
