@@ -7,7 +7,7 @@ from pathlib import Path
 
 from phalanx.review.run_records import read_run
 from phalanx.review.sections import BUCKETS, medians_of, sections_of_run, thinned
-from recorded_run import config, step, write_run
+from recorded_run import config, spans, step, write_run
 
 
 def test_a_long_curve_keeps_its_ends_and_the_extremes_of_each_part() -> None:
@@ -31,3 +31,6 @@ def test_a_resumed_run_has_medians_of_its_last_process(tmp_path: Path) -> None:
 def test_a_run_before_its_first_step_has_a_report(tmp_path: Path) -> None:
     first, *_ = sections_of_run(read_run(write_run(tmp_path, config("dp2"))))
     assert first.values()[1] == "no step was recorded"
+    spans(tmp_path / "own", 0)  # a loop of the user's own has no records
+    titles = [section.title for section in sections_of_run(read_run(tmp_path / "own"))]
+    assert "A profiled step" in titles

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from phalanx.errors import ConfigError, nearest
+from phalanx.measure.spans import SPANS
 
 METRICS: Final = "metrics.jsonl"
 
@@ -119,6 +120,8 @@ def read_run(folder: Path) -> RunRecords:
         ConfigError: there is no such folder, or it has no records.
     """
     path = folder / METRICS
+    if not path.is_file() and (folder / SPANS).is_dir():
+        return RunRecords(folder)  # a loop of the user's own, profiled
     if not path.is_file():
         parent = folder.parent
         beside = [each.parent for each in parent.glob(f"*/{METRICS}")] if parent.is_dir() else []
