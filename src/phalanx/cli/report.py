@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional
-from phalanx.report.html import keyed, page
-from phalanx.report.output import check_writable, print_json, values_of, writing
+from phalanx.report.html import page
+from phalanx.report.output import check_writable, print_json, writing
 from phalanx.report.tabular import Line, Part, Table
 from phalanx.report.terminal import Terminal
-from phalanx.review.compare import comparison
+from phalanx.review.compare import sections_of_comparison
 from phalanx.review.run_records import newest_run, read_run
-from phalanx.review.run_values import values_of_run
-from phalanx.review.sections import sections_of_comparison, sections_of_run
+from phalanx.review.sections import sections_of_run
 
 MAX_ROWS: Final = 24
 """Most rows of a table on the screen; the page has all."""
@@ -51,16 +50,19 @@ def run(argv: list[str]) -> int:
     html = folders[0] / name if config.html is None else Path(config.html)
     if config.html is not None:
         check_writable(html, ".html")
-    document = values_of({"runs": [values_of_run(read_run(folder)) for folder in folders]})
-    if len(folders) == 1:
-        title = f"Report of {folders[0].resolve().name}"
-        sections = [*sections_of_run(keyed(document)["runs"][0])]
-    else:
-        document["comparison"] = values_of(comparison(document["runs"]))
-        title = f"{len(folders)} runs compared"
-        sections = [*sections_of_comparison(keyed(document))]
+    runs = [read_run(folder) for folder in folders]
+    reports = [[*sections_of_run(run)] for run in runs]
+    document: dict[str, Any] = {
+        "runs": [{each.title: each.values() for each in sections} for sections in reports]
+    }
+    sections, title = reports[0], f"Report of {folders[0].resolve().name}"
+    place = "/runs/0"
+    if len(runs) > 1:
+        sections, title = [*sections_of_comparison(runs)], f"{len(runs)} runs compared"
+        place = "/comparison"
+        document["comparison"] = {each.title: each.values() for each in sections}
     with writing(html, "; give another file with --html"):
-        html.write_text(page(title, sections), encoding="utf-8")
+        html.write_text(page(title, sections, place), encoding="utf-8")
     terminal = Terminal()
     for number, section in enumerate(sections):
         parts: list[Part] = [p for p in section.parts if isinstance(p, str | Line | Table)]

@@ -1,77 +1,52 @@
 """A report as one HTML file that needs no network and no script.
 
-A page shows values of a JSON document alone: `keyed` gives each number and text its place in the
-document, and the page writes the place beside the number, as `data-key="/runs/0/ledger/step_s"`.
+A page shows values of the JSON document alone: each number and text has its place in the document
+beside it (a JSON pointer), as `data-key="/runs/0/Memory/1/rows/2/3"`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any, Final, cast
+from typing import Any, Final
 
-from phalanx.report.chart import Chart, Lanes
+from phalanx.report.inline_svg import Chart, SpanLanes
+from phalanx.report.output import values_of
 from phalanx.report.tabular import Line, Number, Part, Table
 
-
-class Quantity(float):
-    """A number with its place in a JSON document (a JSON pointer)."""
-
-    key = ""
-
-
-class Text(str):
-    """A text with its place in a JSON document."""
-
-    key = ""
-
-
-class Points(list[Any]):
-    """A list with its place in a JSON document."""
-
-    key = ""
-
-
-def keyed(value: Any, key: str = "") -> Any:
-    """Return a JSON document whose numbers, texts and lists know their place."""
-    if isinstance(value, Mapping):
-        items = cast("Mapping[str, Any]", value).items()
-        return {name: keyed(inner, f"{key}/{name}") for name, inner in items}
-    if isinstance(value, list):
-        inner = cast("list[Any]", value)
-        placed = Points(keyed(each, f"{key}/{at}") for at, each in enumerate(inner))
-    elif isinstance(value, str):
-        placed = Text(value)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        placed = Quantity(value)
-    else:
-        return value
-    placed.key = key
-    return placed
+Drawn = Part | Chart | SpanLanes
+"""A part of a page; a terminal leaves charts out."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a report with a title.
+    """A section of a report.
 
     Attributes:
-        title: the title; none if empty.
-        parts: lines, tables and charts; a terminal leaves charts out.
+        title: its title, and its name in the JSON document.
+        parts: lines, tables and charts.
         is_detail: whether the page shows it only on a click, and a terminal not at all.
     """
 
     title: str
-    parts: Sequence[Part | Chart | Lanes]
+    parts: Sequence[Drawn]
     is_detail: bool = False
 
+    def values(self) -> list[Any]:
+        """Return the parts for JSON."""
+        return [part.text if isinstance(part, Line) else values_of(part) for part in self.parts]
 
-def page(title: str, sections: Sequence[Section]) -> str:
-    """Return the HTML of a report."""
+
+def page(title: str, sections: Sequence[Section], place: str) -> str:
+    """Return the HTML of a report, whose sections are at `place` in the JSON document."""
     body = list[str]()
     for section in sections:
-        inner = "\n".join(map(_part, section.parts))
-        head = escape(section.title)
+        parts = (
+            "".join(_part(part, f"{place}/{section.title}/{number}"))
+            for number, part in enumerate(section.parts)
+        )
+        inner, head = "\n".join(parts), escape(section.title)
         if section.is_detail:
             body.append(f"<details><summary>{head}</summary>\n{inner}\n</details>")
         else:
@@ -85,46 +60,34 @@ def page(title: str, sections: Sequence[Section]) -> str:
     )
 
 
-def _part(part: Part | Chart | Lanes) -> str:
-    if isinstance(part, Chart | Lanes):
-        return part.svg()
-    if isinstance(part, Table):
-        return "".join(_table(part))
-    text, style, wraps = part if isinstance(part, Line) else (part, "", True)
-    if not text:
-        return ""
-    tag = "p" if wraps else "pre"
-    return f'<{tag} class="{style}"{_key(text)}>{escape(text)}</{tag}>'
-
-
-def _table(table: Table) -> Iterator[str]:
-    yield _part(Line(table.title, "bold"))
-    yield f'<div class="scroll"><table aria-label="{escape(table.title)}">'
-    if any(name for name, _ in table.columns):
-        cells = (
-            f"<th{_side(right)}{_key(name)}>{escape(name)}</th>" for name, right in table.columns
-        )
-        yield f"<thead><tr>{''.join(cells)}</tr></thead>"
-    yield "<tbody>"
-    for row, printed in zip(table.rows, table.lines(), strict=True):
-        yield "<tr>"
-        for cell, line, head, (_, right) in zip(
-            row, printed, table.heads, table.columns, strict=True
-        ):
-            unit = f' data-unit="{head.unit:g}"' if isinstance(head, Number) else ""
-            yield f"<td{_side(right)}{_key(cell)}{unit}>{escape(line.text)}</td>"
-        yield "</tr>"
-    yield f"</tbody></table></div>{_part(table.note)}"
-
-
-def _side(is_right: bool) -> str:
-    return ' class="n"' if is_right else ""
-
-
-def _key(value: object) -> str:
-    value = value.text if isinstance(value, Line) else value
-    key = value.key if isinstance(value, Quantity | Text) else ""
-    return f' data-key="{escape(key)}"' if key else ""
+def _part(part: Drawn, place: str) -> Iterator[str]:
+    key = f' data-key="{escape(place)}'
+    if isinstance(part, Chart | SpanLanes):
+        yield part.svg(place)
+    elif isinstance(part, Table):
+        if part.title:
+            yield f'<p class="bold">{escape(part.title)}</p>'
+        yield f'<div class="scroll"><table aria-label="{escape(part.title)}">'
+        sides = [' class="n"' if is_right else "" for _, is_right in part.columns]
+        if any(name for name, _ in part.columns):
+            heads = (
+                f'<th{side}{key}/heads/{number}">{escape(name)}</th>'
+                for number, ((name, _), side) in enumerate(zip(part.columns, sides, strict=True))
+            )
+            yield f"<thead><tr>{''.join(heads)}</tr></thead>"
+        yield "<tbody>"
+        for number, row in enumerate(part.lines()):
+            yield "<tr>"
+            for at, (cell, head, side) in enumerate(zip(row, part.heads, sides, strict=True)):
+                unit = f' data-unit="{head.unit:g}"' if isinstance(head, Number) else ""
+                yield f'<td{side}{key}/rows/{number}/{at}"{unit}>{escape(cell.text)}</td>'
+            yield "</tr>"
+        yield "</tbody></table></div>"
+        if part.note:
+            yield f'<p{key}/note">{escape(part.note)}</p>'
+    elif (line := part if isinstance(part, Line) else Line(part)).text:
+        tag = "p" if line.wraps else "pre"
+        yield f'<{tag} class="{line.style}"{key}">{escape(line.text)}</{tag}>'
 
 
 _STYLE: Final = """

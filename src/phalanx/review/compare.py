@@ -2,80 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from phalanx.report.units import time_text
-from phalanx.review.run_values import Values
+from phalanx.report.html import Drawn, Section
+from phalanx.report.inline_svg import Chart
+from phalanx.report.tabular import Line, Number, Table
+from phalanx.report.units import MIB, time_text
+from phalanx.review.run_records import RunRecords
+from phalanx.review.sections import (
+    curves_of,
+    lines_of_run,
+    medians_of,
+    sent_by_axis,
+    settings_of,
+    significant,
+)  # fmt: skip
 
-_NAMED: Final = 6
-"""Most settings that the first line names."""
 
-
-def comparison(runs: Sequence[Values]) -> Values:
-    """Return the values of a comparison of runs; ratios are relative to the first of them."""
-    settings = [{"what": key, "values": values} for key, values in _union(runs, "settings")]
-    settings = [
-        row
-        for row in settings
-        if row["what"] != "out" and any(v != row["values"][0] for v in row["values"])
+def sections_of_comparison(runs: Sequence[RunRecords]) -> Iterator[Section]:
+    """Yield the sections that compare runs; ratios are relative to the first of them."""
+    settings = [settings_of(run.config) for run in runs]
+    for names in (
+        [str(each.get("strategy")) for each in settings],
+        [run.folder.name for run in runs],
+        [str(run.folder) for run in runs],
+    ):
+        if len({*names}) == len(runs):
+            break
+    differing = [
+        (key, *values)
+        for key, values in _union(settings)
+        if key != "out" and any(value != values[0] for value in values)
     ]
-    strategies = [run["settings"].get("strategy", "") for run in runs]
-    folders = [run["folder"].rpartition("/")[2] for run in runs]
-    names = strategies if len({*strategies}) == len(runs) else folders
-    names = names if len({*names}) == len(runs) else [run["folder"] for run in runs]
-    found: Values = {"names": names, "settings": settings}
-    figures = [_figures(run) for run in runs]
-    for part in figures[0]:
-        found[part] = list[Values]()
-        for what, values in _union(figures, part):
-            first, *_ = values
-            ratios = [each / first if first and each is not None else None for each in values]
-            if any(values):
-                found[part].append({"what": what, "values": values, "ratios": ratios})
-    return found | {"lines": [*_lines(found)]}
+    times = [*_union([medians_of(run)[0] for run in runs])]
+    keys = [str(key) for key, *_ in differing if key != "nproc"]
+    yield Section("In short", [Line(line, "bold") for line in _lines(names, keys, times)])
+    if differing:
+        heads = ["setting", *(Number(name, "g") for name in names)]
+        yield Section("What differs in settings", [Table("", heads, differing)])
+    curves = [curves_of(run) for run in runs]
+    charts = list[Drawn]()
+    for kind in ("training", "validation"):
+        series = {
+            name: each[kind] for name, each in zip(names, curves, strict=True) if kind in each
+        }
+        if series:
+            charts.append(Chart(f"Loss, {kind}", "step", runs[0].loss_unit, series))
+    yield Section("Learning curves", charts)
+    held = [(run.summary.get("memory") or {}).get("at_peak", {}) for run in runs]
+    for title, rows, unit in (
+        ("Time of a step, median ms", times, 1e-3),
+        ("MiB that a rank sends in a step", _union([sent_by_axis(run) for run in runs]), MIB),
+        ("Memory of rank 0 at its peak, MiB", _union(held), MIB),
+    ):
+        heads = ["what", *(Number(name, significant, unit) for name in names)]
+        heads += [Number(f"{name} / {names[0]}", ".2f") for name in names[1:]]
+        known = [(what, *values, *_ratios(values)[1:]) for what, values in rows if any(values)]
+        if known:
+            yield Section(title, [Table("", heads, known)])
+    lines = [(*lines_of_run(run), Line(str(run.folder), "dim"), "") for run in runs]
+    yield Section("Each run", [part for parts in lines for part in parts])
 
 
-def _figures(run: Values) -> Values:
-    """Return name -> value of a run's times, bytes and memory."""
-    ledger, sent, memory = run["ledger"], run["bytes"], run["memory"]
-    times = {} if ledger is None else {row["term"]: row["median_s"] for row in ledger["terms"]}
-    held = {} if memory is None else {row["kind"]: row["at_peak_bytes"] for row in memory["kinds"]}
-    if memory is not None:
-        held = {"highest peak of any rank": memory["largest_bytes"], **held}
-    return {
-        "time_s": times if ledger is None else {"step": ledger["step_s"], **times},
-        "sent": {} if sent is None else {row["axis"]: row["sent_bytes"] for row in sent["axes"]},
-        "memory": held,
-    }
+def _union(of: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+    """Yield each name in any of the mappings, with its value in each, or None."""
+    for name in dict.fromkeys(name for each in of for name in each):
+        yield name, [each.get(name) for each in of]
 
 
-def _union(of: Sequence[Values], part: str) -> Iterator[tuple[str, list[Any]]]:
-    """Yield each name in a part of any run, with its value in each run, or None."""
-    for name in dict.fromkeys(name for each in of for name in each[part]):
-        yield name, [each[part].get(name) for each in of]
+def _ratios(values: Sequence[Any]) -> list[float | None]:
+    return [each / values[0] if values[0] and each is not None else None for each in values]
 
 
-def _lines(found: Values) -> Iterator[str]:
+def _lines(
+    names: Sequence[str], keys: Sequence[str], times: Sequence[tuple[str, list[Any]]]
+) -> Iterator[str]:
     """Yield what differs, how the steps compare, and the term that differs most."""
-    first, *others = found["names"]
-    keys = [row["what"] for row in found["settings"] if row["what"] != "nproc"]
-    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
-    differ = "no setting differs" if not keys else f"{', '.join(keys[:_NAMED])}{more} differ"
-    yield f"{first} beside {', '.join(others)}: {differ if len(keys) != 1 else f'{differ}s'}"
-    named = [
-        [(name, s, ratio) for name, s, ratio in zip(found["names"], *both, strict=True) if s]
-        for both in ((row["values"], row["ratios"]) for row in found["time_s"])
-    ]
-    if not named:
+    words = ", ".join(keys[:6]) + (f" and {len(keys) - 6} more" if len(keys) > 6 else "")
+    differ = "differs" if len(keys) <= 1 else "differ"
+    yield f"{names[0]} beside {', '.join(names[1:])}: {words or 'no setting'} {differ}"
+    if not times:
         return
+    triples = zip(names, times[0][1], _ratios(times[0][1]), strict=True)
     yield "; ".join(
         f"{name} takes {time_text(s)} a step"
-        + ("" if ratio is None or name == first else f", {ratio:.2f} times the step of {first}")
-        for name, s, ratio in named[0]
+        + (f", {ratio:.2f} times the step of {names[0]}" if ratio and name != names[0] else "")
+        for name, s, ratio in triples
+        if s is not None
     )
-    times = [[s for _, s, _ in row] for row in named]
-    most = max(range(1, len(named)), key=lambda at: max(times[at]) - min(times[at]))
-    yield f"The term that differs most is {found['time_s'][most]['what']}: " + ", ".join(
-        f"{name} {time_text(s)}" for name, s, _ in named[most]
+    known = [
+        (what, [(n, s) for n, s in zip(names, each, strict=True) if s]) for what, each in times
+    ]
+    what, most = max(
+        known[1:] or known, key=lambda row: max(s for _, s in row[1]) - min(s for _, s in row[1])
     )
+    each = ", ".join(f"{name} {time_text(s)}" for name, s in most)
+    yield f"The term that differs most is {what}: {each}"

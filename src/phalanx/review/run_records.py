@@ -4,7 +4,7 @@
     process 1, killed at a step: it has no summary                 | process 2, resumed
 
 A resumed run appends to the same file: its first step replaces the record of that step and of all
-later ones, which the new process takes again. All other records are those of the last process.
+later ones, which the new process takes again. Other records are of the last process only.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from phalanx.errors import ConfigError, nearest
+from phalanx.measure.spans import SPANS
 
 METRICS: Final = "metrics.jsonl"
 
@@ -64,6 +65,11 @@ class RunRecords:
     def num_steps(self) -> int:
         """Number of steps with a record."""
         return len(self.columns["step"])
+
+    @property
+    def loss_unit(self) -> str:
+        """Unit of the losses."""
+        return "nats a token" if self.unit == "tokens" else f"mean over {self.unit}"
 
     def add(self, record: Record) -> None:
         """Add a line; raise KeyError, TypeError or ValueError if it is damaged."""
@@ -114,6 +120,8 @@ def read_run(folder: Path) -> RunRecords:
         ConfigError: there is no such folder, or it has no records.
     """
     path = folder / METRICS
+    if not path.is_file() and (folder / SPANS).is_dir():
+        return RunRecords(folder)  # a loop of the user's own, profiled
     if not path.is_file():
         parent = folder.parent
         beside = [each.parent for each in parent.glob(f"*/{METRICS}")] if parent.is_dir() else []

@@ -1,20 +1,52 @@
-"""The sections of a report, made of the values of `run_values`: for the screen and the page."""
+"""The sections of the report of one run: the screen, --json and the page show these alone."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
-from collections.abc import Iterator, Mapping
+import shlex
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Final
 
-from phalanx.report.chart import Chart, Lanes
-from phalanx.report.html import Section
-from phalanx.report.tabular import Line, Number, Part, Table
-from phalanx.report.units import MIB
+from phalanx.measure.peaks import NO_GRADE, grade_of
+from phalanx.measure.spans import CollectiveSpan, CounterSample, StepSpans, read_spans, span_files
+from phalanx.report.html import Drawn, Section
+from phalanx.report.inline_svg import Chart, SpanLanes
+from phalanx.report.tabular import Line, Number, Table
+from phalanx.report.units import MIB, percent, size_text, tera, time_text
+from phalanx.review.run_records import RunRecords
+from phalanx.strategy.kinds import WHY_SENT
 
-Parts = list[Part | Chart | Lanes]
+WARMUP_STEPS, MEASURED_STEPS = 3, 10_000
+"""First steps of a process that medians exclude, and the latest that they are of: see `train`."""
 
-MAX_CURVES: Final = 8
-"""Most ranks whose memory or timeline is drawn."""
+BUCKETS: Final = 500
+"""Parts of a curve; the least and the largest value of each part are kept."""
+
+DRAWN_PARTS: Final = 1500
+"""Parts of the width of a timeline; spans of one kind closer than that are drawn as one."""
+
+DRAWN_RANKS: Final = 8
+"""Most ranks whose timeline or memory is drawn."""
+
+SMALL: Final = 0.05
+"""A part of a step or of the memory below this fraction is not named as the largest error."""
+
+NUM_PUBLISHED: Final = 5
+
+_KINDS: Final = (
+    *("forward", "backward", "optimizer", "data", "other", "collective"),
+    *("wait: bubble", "wait: communication"),
+)
+"""Kinds of the spans of a timeline, in the order of their colors."""
+
+Parts = Iterator[Drawn]
 
 
 def significant(value: float) -> str:
@@ -23,283 +55,457 @@ def significant(value: float) -> str:
     return f"{value:,.{min(max(digits, 0), 5)}f}"
 
 
-def ms(name: str) -> Number:
-    """Return the head of a column of times."""
-    return Number(f"{name}, ms", significant, 1e-3)
+def ms(*names: str) -> list[Number]:
+    """Return heads of columns of times."""
+    return [Number(f"{name}, ms", significant, 1e-3) for name in names]
 
 
-def mib(name: str) -> Number:
-    """Return the head of a column of sizes."""
-    return Number(f"{name}, MiB", significant, MIB)
+def mib(*names: str) -> list[Number]:
+    """Return heads of columns of sizes."""
+    return [Number(f"{name}, MiB", significant, MIB) for name in names]
 
 
-_KINDS: Final = (
-    *("forward", "backward", "optimizer", "data", "other", "collective"),
-    *("wait: bubble", "wait: communication"),
-)
-"""Kinds of the spans of a timeline, in the order of their colors."""
-
-SHARE: Final = Number("share, %", ".1f", 0.01)
-ERROR: Final = Number("error, %", "+.1f", 0.01)
+def percents(*names: str, sign: str = "") -> list[Number]:
+    """Return heads of columns of fractions."""
+    return [Number(f"{name}, %", f"{sign}.1f", 0.01) for name in names]
 
 
-def sections_of_run(run: Mapping[str, Any]) -> Iterator[Section]:
-    """Yield the sections of one run; `run` is a keyed document."""
-    yield Section("In short", [Line(line, "bold") for line in run["lines"]])
-    for title, part in (
-        ("Learning curve", "curve"),
-        ("Planned beside measured", "planned"),
-        ("Where the time of a step went", "ledger"),
-        ("Timeline of a step", "timeline"),
-        ("Overlap of communication with arithmetic", "overlap"),
-        ("Bytes by axis", "bytes"),
-        ("Memory", "memory"),
-        ("MFU and HFU", "utilization"),
+def sections_of_run(run: RunRecords) -> Iterator[Section]:
+    """Yield the sections of the report of a run; a section without records is left out."""
+    for title, make in (
+        ("In short", lines_of_run),
+        ("Learning curve", _curve),
+        ("Planned beside measured", _planned),
+        ("Where the time of a step went", _ledger),
+        ("A profiled step", _profiled),
+        ("Bytes by axis", _bytes),
+        ("Memory", _memory),
+        ("MFU and HFU", _utilization),
+        ("Environment", _environment),
+        ("Commands", _commands),
     ):
-        if run[part] is not None:
-            yield Section(title, [*_PARTS[part](run[part])])
-    if run["environment"]:
-        yield Section("Environment", [Table("", ("", ""), [*run["environment"].items()])])
-    yield Section("Commands", [*_commands(run)])
-    rows = [
-        (name, str(value)) if isinstance(value, bool) else (name, value)
-        for name, value in run["settings"].items()
-    ]
-    heads = ("setting", Number("value", "g"))
-    yield Section("Settings", [Table("", heads, rows)], is_detail=True)
+        if parts := [*make(run)]:
+            yield Section(title, parts)
+    rows = [*settings_of(run.config).items()]
+    settings = Table("", ("setting", Number("value", "g")), rows)
+    yield Section("Settings", [settings], is_detail=True)
 
 
-def sections_of_comparison(document: Mapping[str, Any]) -> Iterator[Section]:
-    """Yield the sections that compare the runs of a keyed document."""
-    compared, runs = document["comparison"], document["runs"]
-    names = compared["names"]
-    yield Section("In short", [Line(line, "bold") for line in compared["lines"]])
-    rows = [[row["what"], *map(_shown, row["values"])] for row in compared["settings"]]
-    heads = ["setting", *(Number(name, "g") for name in names)]
-    if rows:
-        yield Section("What differs in settings", [Table("", heads, rows)])
-    for part, title in (("loss", "Training loss"), ("validation", "Validation loss")):
-        curves = {
-            name: run["curve"][part]
-            for name, run in zip(names, runs, strict=True)
-            if run["curve"] and run["curve"][part]
-        }
-        if curves:
-            unit = next(run["curve"]["unit"] for run in runs if run["curve"])
-            yield Section(title, [_curve_chart(title, curves, unit)])
-    for part, title, unit in (
-        ("time_s", "Time of a step, median ms", 1e-3),
-        ("sent", "MiB that a rank sends in a step", MIB),
-        ("memory", "Memory of rank 0 at its peak, MiB", MIB),
-    ):
-        heads = ["what", *(Number(name, significant, unit) for name in names)]
-        heads += [Number(f"{name} / {names[0]}", ".2f") for name in names[1:]]
-        rows = [[row["what"], *row["values"], *row["ratios"][1:]] for row in compared[part]]
-        if rows:
-            yield Section(title, [Table("", heads, rows)])
-    lines = [line for run in runs for line in (*run["lines"], Line(run["folder"], "dim"), "")]
-    yield Section("Each run", lines)
+def lines_of_run(run: RunRecords) -> Parts:
+    """Yield what ran, how fast, and what slows it or how wrong its plan was."""
+    strategy = run.config.get("strategy", "unknown strategy")
+    what = run.summary.get("run") or f"{run.config.get('model') or 'a model'}, {strategy}"
+    if not run.summary:
+        last = f"step {run.columns['step'][-1]:.0f}" if run.num_steps else "its first step"
+        what += f"; no summary after {last}: it runs, or it was killed"
+    yield Line(what, "bold")
+    medians_s, num_steps = medians_of(run)
+    if not medians_s:
+        yield Line("no step was recorded", "bold")
+        return
+    speed = f"{time_text(medians_s['step'])} a step (median of {num_steps:,})"
+    if (rate := units_per_s(run)) is not None:
+        speed += f", {rate:,.0f} {run.unit}/s"
+    use, of = run.summary.get("utilization") or {}, _peak_of(run)
+    if (mfu := use.get(f"mfu_{of}_causal")) is not None:
+        speed += f", MFU {percent(mfu)} of the {of.replace('_', ' ')}"
+    yield Line(speed, "bold")
+    costs = {
+        term: s for term, s in medians_s.items() if term not in ("step", "forward", "backward")
+    }
+    cost = max(costs, key=costs.__getitem__, default="other")
+    cause = f"{cost.capitalize()} takes most of the step besides forward and backward."
+    cause = (
+        _straggler(run) or _largest_error(run, least=SMALL) or run.summary.get("advice") or cause
+    )
+    yield Line(cause, "bold")
+    if run.num_damaged:
+        yield f"{run.num_damaged:,} lines of the records are damaged, and left out."
 
 
-def _shown(value: Any) -> Any:
-    """Return a setting as a cell: a number, or a text."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number or isinstance(value, str) or value is None else str(value)
+def _measured(run: RunRecords) -> list[int]:
+    """Return the indices of the steps that medians are of: of the last process."""
+    wall = run.columns.get("wall_s", [])
+    timed = [at for at in range(run.begin, len(wall)) if math.isfinite(wall[at])]
+    return timed[WARMUP_STEPS:][-MEASURED_STEPS:] or timed[:1]
 
 
-def _commands(run: Mapping[str, Any]) -> Iterator[Part]:
-    for name, command in run["commands"].items():
-        yield f"To {name} the run:"
-        yield Line(command, wraps=False)
+def medians_of(run: RunRecords) -> tuple[dict[str, float], int]:
+    """Return median seconds of a step and of each of its terms, and the number of steps."""
+    measured, found = _measured(run), dict[str, float]()
+    names = [name for name in run.columns if name[-2:] == "_s" and name != "tokens_per_s"]
+    for name in sorted(names, key=lambda name: name != "wall_s") if measured else ():
+        seconds = [s for at in measured if math.isfinite(s := run.columns[name][at])]
+        if seconds:
+            found["step" if name == "wall_s" else name[:-2]] = statistics.median(seconds)
+    return found, len(measured)
 
 
-def _curve(curve: Mapping[str, Any]) -> Iterator[Part | Chart]:
-    series = {"training": curve["loss"], "validation": curve["validation"]}
-    known = {name: points for name, points in series.items() if points}
-    yield _curve_chart("Loss by step", known, curve["unit"])
-    heads = [Number(f"{name} loss", significant) for name in ("first", "last", "least")]
-    yield Table("", heads, [[curve["first"], curve["last"], curve["least"]]])
-    for name, points in curve["metrics"].items():
-        name = name.replace("_", " ")
-        yield _curve_chart(f"Validation: {name} by step", {name: points}, name)
+def units_per_s(run: RunRecords) -> float | None:
+    """Return tokens (or samples) per second at the medians."""
+    units = [run.columns["tokens"][at] for at in _measured(run)] if "tokens" in run.columns else []
+    return statistics.median(units) / medians_of(run)[0]["step"] if units else None
 
 
-def _curve_chart(title: str, series: Mapping[str, Any], unit: str) -> Chart:
-    keys = {name: points.key for name, points in series.items()}
-    return Chart(title, "step", unit, dict(series), keys=keys)
+def settings_of(config: Mapping[str, Any], before: str = "") -> dict[str, str | float]:
+    """Return dotted key -> value of each setting that is set; values other than numbers as text."""
+    found = dict[str, str | float]()
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found |= settings_of(value, f"{before}{name}.")
+        elif value is not None and name not in ("kind", "time"):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            found[before + name] = value if is_number else str(value)
+    return found
 
 
-def _planned(planned: Mapping[str, Any]) -> Iterator[Part]:
-    if planned["largest"]:
-        yield planned["largest"]
-    for title, name, head in (
-        ("Time of a step", "time_s", ms),
-        ("Bytes that a rank sends in a step", "sent", mib),
-        ("Memory of rank 0, largest bytes", "bytes", mib),
+def thinned(xs: Sequence[float], ys: Sequence[float]) -> list[list[float]]:
+    """Return points of a curve: in each of BUCKETS parts the least and the largest y, and ends."""
+    known = [at for at, y in enumerate(ys) if math.isfinite(y)]
+    if len(known) > 2 * BUCKETS:
+        kept = {known[0], known[-1]}
+        for number in range(BUCKETS):
+            part = known[number * len(known) // BUCKETS : (number + 1) * len(known) // BUCKETS]
+            kept |= {min(part, key=ys.__getitem__), max(part, key=ys.__getitem__)}
+        known = sorted(kept)
+    return [[xs[at], ys[at]] for at in known]
+
+
+def curves_of(run: RunRecords) -> dict[str, list[list[float]]]:
+    """Return the training and validation loss, and further metrics, over the steps."""
+    steps = sorted(run.evaluations)
+    names = dict.fromkeys(["loss", *(name for each in run.evaluations.values() for name in each)])
+    found = {"training": thinned(run.columns["step"], run.columns.get("loss", []))}
+    for name in names:
+        curve = thinned(steps, [run.evaluations[step].get(name, math.nan) for step in steps])
+        found["validation" if name == "loss" else name.replace("_", " ")] = curve
+    found.pop("step", None)
+    return {name: curve for name, curve in found.items() if curve}
+
+
+def _curve(run: RunRecords) -> Parts:
+    curves = curves_of(run)
+    losses = {name: curves.pop(name) for name in ("training", "validation") if name in curves}
+    if losses:
+        yield Chart("Loss by step", "step", run.loss_unit, losses)
+    if "training" in losses:
+        ys = [y for _, y in losses["training"]]
+        heads = [Number(f"{name} loss", significant) for name in ("first", "last", "least")]
+        yield Table("", heads, [(ys[0], ys[-1], min(ys))])
+    for name, curve in curves.items():
+        yield Chart(f"Validation: {name} by step", "step", name, {name: curve})
+
+
+def _planned(run: RunRecords) -> Parts:
+    predicted = run.summary.get("predicted") or {}
+    if largest := _largest_error(run):
+        yield largest
+    for title, name, heads in (
+        ("Time of a step", "time_s", ms("predicted", "measured")),
+        ("Bytes that a rank sends in a step", "sent", mib("predicted", "measured")),
+        ("Memory of rank 0, largest bytes", "bytes", mib("predicted", "measured")),
     ):
         rows = [
-            (each["what"], each["predicted"], each["measured"], each.get("error"))
-            for each in planned[name]
+            (
+                what,
+                each["predicted"],
+                each["measured"],
+                each.get("error") if each["measured"] else None,
+            )
+            for what, each in predicted.get(name, {}).items()
             if each["predicted"] or each["measured"]
         ]
         if rows:
-            yield Table(title, ("what", head("predicted"), head("measured"), ERROR), rows)
-    yield "The prediction is based on:"
-    yield planned["machine"]
+            yield Table(title, ("what", *heads, *percents("error", sign="+")), rows)
+    if machine := predicted.get("machine"):
+        yield f"The prediction is based on: {machine}"
 
 
-def _ledger(ledger: Mapping[str, Any]) -> Iterator[Part]:
-    yield from filter(None, (ledger["straggler"], ledger["advice"]))
-    has_ranks = bool(ledger["ranks"])
-    heads = ["term", ms("rank 0, median"), SHARE]
-    rows = [[row["term"], row["median_s"], row["share"]] for row in ledger["terms"]]
-    if has_ranks:
-        heads += [ms(f"{name} rank") for name in ("least", "median", "most")]
-        for row, term in zip(rows, ledger["terms"], strict=True):
-            row += [term["least_s"], term["middle_s"], term["most_s"]]
-    note = "Of ranks: the mean of a step." if has_ranks else ""
+def _largest_error(run: RunRecords, least: float = 0.0) -> str | None:
+    """Return a sentence on the largest relative error of the prediction, if it is over `least`."""
+    errors = list[tuple[float, str]]()
+    for group, text in (("time_s", time_text), ("sent", size_text), ("bytes", size_text)):
+        of = (run.summary.get("predicted") or {}).get(group, {})
+        whole = max((each["measured"] for each in of.values()), default=0)
+        noun = {"time_s": "the time of ", "sent": "the bytes over "}.get(group, "the memory, ")
+        for what, each in of.items():
+            pair = each["predicted"], each["measured"]
+            if each.get("error") is not None and each["measured"] and max(pair) > SMALL * whole:
+                both = f"predicted {text(pair[0])}, measured {text(pair[1])}"
+                words = f"{noun}{'a step' if what == 'step' else what}: {both}"
+                errors.append((abs(each["error"]), f"{words} ({each['error']:+.0%})"))
+    largest, words = max(errors, default=(0.0, ""))
+    return f"The plan errs most on {words}." if words and largest >= least else None
+
+
+def _ledger(run: RunRecords) -> Parts:
+    measured = _measured(run)
+    if not measured:
+        return
+    yield from filter(None, (_straggler(run), run.summary.get("advice")))
+    # Windows with a step of the warm-up are left out, unless there are no others.
+    windows = [w for w in run.ranks if w["steps"][0] >= run.columns["step"][measured[0]]]
+    windows = windows or [*run.ranks]
+    by_rank = _by_rank(windows, "by_rank")
+    heads, rows = ["term", *ms("rank 0, median"), *percents("part")], list[list[Any]]()
+    if by_rank:
+        heads += ms("least rank", "median rank", "most rank")
+    wall_s = sum(run.columns["wall_s"][at] for at in measured)
+    for term, median_s in medians_of(run)[0].items():
+        of = "wall" if term == "step" else term
+        seconds = (run.columns[f"{of}_s"][at] for at in measured)
+        row = [term, median_s, sum(s for s in seconds if math.isfinite(s)) / wall_s]
+        rows.append(row + (_spread(by_rank.get(of, [])) if by_rank else []))
+    note = "Of ranks: the mean of a step." if by_rank else ""
     yield Table("By term", heads, rows, note=note)
-    if has_ranks:
-        terms = [*ledger["ranks"][0]["terms_s"]]
-        short = {"communication": "comm."}
-        heads = [Number("rank", ".0f"), "host", Number("step", significant, 1e-3)]
-        heads += [Number(short.get(term, term), significant, 1e-3) for term in terms]
+    if by_rank:
+        names = sorted(by_rank, key=lambda name: name != "wall")
+        short = {"wall": "step", "communication": "comm."}
+        numbers = [Number(short.get(name, name), significant, 1e-3) for name in names]
         rows = [
-            [row["rank"], row["host"], row["wall_s"], *(row["terms_s"].get(t) for t in terms)]
-            for row in ledger["ranks"]
+            [rank, host, *(by_rank[name][rank] for name in names)]
+            for rank, host in enumerate(windows[-1]["hosts"])
         ]
-        yield Table("By rank, mean ms of a step", heads, rows)
-    if ledger["exposed"]:
-        heads = ("axis", *(ms(f"{name} rank") for name in ("least", "median", "most")))
-        rows = [[e["axis"], e["least_s"], e["middle_s"], e["most_s"]] for e in ledger["exposed"]]
+        yield Table("By rank, mean ms of a step", (Number("rank", "d"), "host", *numbers), rows)
+    if exposed := _by_rank(windows, "exposed"):
+        rows = [[axis, *_spread(seconds)] for axis, seconds in exposed.items()]
+        heads = ("axis", *ms("least rank", "median rank", "most rank"))
         yield Table("Exposed communication by axis, mean of a step", heads, rows)
 
 
-def _timeline(timeline: Mapping[str, Any]) -> Iterator[Lanes]:
-    lanes = [lane for lane in timeline["lanes"] if lane["rank"] < MAX_CURVES]
-    names = {
-        f"rank {lane['rank']:.0f}{' ' if lane['axis'] else ''}{lane['axis']}": lane["spans"]
-        for lane in lanes
-    }
-    yield Lanes("Phases, waits and collectives", names, _KINDS)
+def _spread(values: list[float]) -> list[float | None]:
+    return [min(values), statistics.median(values), max(values)] if values else [None] * 3
 
 
-def _overlap(overlap: Mapping[str, Any]) -> Iterator[Part]:
-    names = ("under_way_s", "hidden_s", "exposed_s", "beside_s", "hidden_share")
-    heads = ["axis", *(ms(name[:-2].replace("_", " ")) for name in names[:-1])]
-    rows = [[axis["axis"], *(axis[name] for name in names)] for axis in overlap["axes"]]
-    heads += [Number("hidden, %", ".1f", 0.01)]
-    note = "Mean over ranks. Beside: while the rank waits for another axis."
-    yield Table("By axis", heads, rows, note=note)
-    names = ("phase", "part", "op", "label", "axis", "seconds", "share_of_part")
-    heads = [
-        "beneath",
-        "part",
-        "travels",
-        "of",
-        "axis",
-        ms("both"),
-        Number("of part, %", ".1f", 0.01),
-    ]
-    rows = [[each[name] for name in names] for each in overlap["beneath"]]
-    if rows:
-        yield Table("At the same time, seconds of all ranks", heads, rows)
+def _by_rank(windows: Sequence[Mapping[str, Any]], group: str) -> dict[str, list[float]]:
+    """Return name -> mean of each rank over the steps of the windows that have the name."""
+    found = dict[str, list[float]]()
+    for name in dict.fromkeys(name for window in windows for name in window.get(group, {})):
+        having = [window for window in windows if name in window.get(group, {})]
+        num = sum(len(window["steps"]) for window in having)
+        sums = zip(*([len(w["steps"]) * x for x in w[group][name]] for w in having), strict=False)
+        found[name] = [sum(rank) / num for rank in sums]
+    return found
 
 
-def _bytes(sent: Mapping[str, Any]) -> Iterator[Part]:
-    yield from (axis["text"] for axis in sent["axes"])
-    heads = (
-        "phase",
-        "axis",
-        "collective",
-        *(Number(name, ",.0f") for name in ("calls", "payload, bytes", "sent, bytes")),
-    )
+def _straggler(run: RunRecords) -> str | None:
+    """Return the sentence on a rank that others wait for; of a killed run from its records."""
+    if "straggler" in run.summary or not run.ranks:
+        return run.summary.get("straggler")
+    if (straggler := _optional("phalanx.measure.straggler")) is None:
+        return None
+    window = _optional("phalanx.measure.rank_times").RankWindow
+    names = {field.name for field in dataclasses.fields(window)}
+    windows = [window(**{n: each for n, each in w.items() if n in names}) for w in run.ranks]
+    accused = straggler.accuse(windows)
+    return accused and accused.text()
+
+
+def _optional(module: str) -> Any:
+    """Return a module; None if this installation lacks it."""
+    return import_module(module) if find_spec(module) is not None else None
+
+
+def _profiled(run: RunRecords) -> Parts:
+    """Yield lanes and overlap of the last step that all ranks profiled."""
+    steps = dict[str, list[Path]]()
+    for file in span_files(run.folder):
+        steps.setdefault(file.parent.name, []).append(file)
+    if not steps:
+        return
+    most = max(map(len, steps.values()))
+    files = [each for each in steps.values() if len(each) == most][-1]
+    ranks = [read_spans(file) for file in files]
+    begins_s = _begins(run.folder, ranks)
+    every, lanes = math.ceil(len(ranks) / DRAWN_RANKS), dict[str, list[list[Any]]]()
+    for step, begin_s in [*zip(ranks, begins_s, strict=True)][::every]:
+        least_s, first_s = (step.end_s - step.begin_s) / DRAWN_PARTS, min(begins_s) - begin_s
+        lanes[f"rank {step.rank}"] = []
+        for span in sorted(
+            (span for span in step.spans if not isinstance(span, CounterSample)),
+            key=lambda span: span.begin_s,
+        ):
+            name, kind = f"rank {step.rank}", getattr(span, "term", "collective")
+            if isinstance(span, CollectiveSpan):
+                name = f"{name} {span.axis}"
+            elif hasattr(span, "axis"):
+                kind = f"wait: {kind}"
+            lane = lanes.setdefault(name, [])
+            begin, end = (s - step.begin_s - first_s for s in (span.begin_s, span.end_s))
+            if lane and lane[-1][2] == kind and begin - lane[-1][1] < least_s:
+                lane[-1][1] = max(lane[-1][1], end)
+            else:
+                lane.append([begin, end, kind])
+    text = f"Step {ranks[0].step}, profiled on {len(ranks)} ranks"
+    yield text + (f"; one rank in {every} is drawn." if every > 1 else ".")
+    yield SpanLanes("Compute, waits and collectives", lanes, _KINDS)
+    if (overlap := _optional("phalanx.review.overlap")) is not None:
+        yield from overlap.overlap_of(ranks).tables()
+
+
+def _begins(folder: Path, ranks: Sequence[StepSpans]) -> list[float]:
+    """Return the begin of the step on each rank by the clock of rank 0, or zeros if unknown."""
+    try:
+        to_rank0 = _optional("phalanx.measure.clock").clocks(folder).to_rank0
+        return [to_rank0(step.rank, step.begin_s) for step in ranks]
+    except (OSError, KeyError, AttributeError):  # the clocks of these ranks were not compared
+        return [0.0] * len(ranks)
+
+
+def sent_by_axis(run: RunRecords) -> Counter[str]:
+    """Return the bytes that a rank sends in a step, by axis."""
+    found = Counter[str]()
+    for entry in run.summary.get("sent") or ():
+        found[entry["axis"]] += entry["sent_bytes"]
+    return found
+
+
+def _bytes(run: RunRecords) -> Parts:
+    """Yield a sentence for each axis, and the collectives of one rank in a step."""
+    entries: list[dict[str, Any]] = run.summary.get("sent") or []
+    for axis, sent_bytes in sent_by_axis(run).most_common():
+        own = sorted((e for e in entries if e["axis"] == axis), key=lambda e: -e["sent_bytes"])
+        large = [each for each in own if each["sent_bytes"] > 0.01 * sent_bytes]
+        words = "; ".join(
+            f"{each['calls']:,} {each['op']} of {size_text(each['payload_bytes'])} together in "
+            f"{each['phase']}"
+            for each in large
+        )
+        small = ", ".join(dict.fromkeys(each["phase"] for each in own if each not in large))
+        why = WHY_SENT.get(axis.split("_")[0], "its ranks agree on counts and norms")
+        text = f"{axis}: each rank sends {size_text(sent_bytes)} a step: {words}, because {why}."
+        yield text + (f" Small calls: {small}." if small else "")
     names = ("phase", "axis", "op", "calls", "payload_bytes", "sent_bytes")
-    rows = [[entry[name] for name in names] for entry in sent["entries"]]
-    yield Table("What one rank sends in a step", heads, rows)
-
-
-def _memory(memory: Mapping[str, Any]) -> Iterator[Part | Chart]:
-    heads = ("of", mib("bytes"))
-    sizes = {"peak of rank 0": "peak_bytes", "highest peak of any rank": "largest_bytes"}
-    sizes |= {"RAM of rank 0's process": "resident_bytes"}
-    rows = [(text, memory[name]) for text, name in sizes.items() if memory[name] is not None]
+    numbers = (Number(name, ",.0f") for name in ("calls", "payload, bytes", "sent, bytes"))
+    rows = [[entry[name] for name in names] for entry in entries]
     if rows:
-        yield Table("", heads, rows)
-    if memory["kinds"]:
-        heads = (
-            "kind",
-            mib("predicted"),
-            mib("at most"),
-            ERROR,
-            mib("predicted at the peak"),
-            mib("at the peak"),
-        )
-        names = (
-            "kind",
-            "predicted_bytes",
-            "most_bytes",
-            "error",
-            "predicted_at_peak_bytes",
-            "at_peak_bytes",
-        )
-        rows = [[row[name] for name in names] for row in memory["kinds"] if row["most_bytes"]]
+        heads = ("phase", "axis", "collective", *numbers)
+        yield Table("What one rank sends in a step", heads, rows)
+
+
+def _memory(run: RunRecords) -> Parts:
+    account, predicted = run.summary.get("memory") or {}, run.summary.get("predicted") or {}
+    if account:
+        names = {"peak_bytes": "peak of rank 0", "largest_bytes": "highest peak of any rank"}
+        names["resident_bytes"] = "RAM of rank 0's process"
+        rows = [(text, account[name]) for name, text in names.items()]
+        yield Table("", ("of", *mib("bytes")), rows)
+        most, peak = predicted.get("bytes", {}), predicted.get("bytes_at_peak", {})
+        rows = [
+            (
+                kind,
+                most.get(kind, {}).get("predicted"),
+                num_bytes,
+                most.get(kind, {}).get("error"),
+                peak.get(kind, {}).get("predicted"),
+                account["at_peak"][kind],
+            )
+            for kind, num_bytes in account["at_most"].items()
+            if num_bytes
+        ]
+        heads = (*mib("predicted", "at most"), *percents("error", sign="+"))
+        heads = ("kind", *heads, *mib("predicted at the peak", "at the peak"))
         yield Table("What rank 0 holds in a step", heads, rows)
-    if memory["ranks"]:
-        heads = (
-            Number("rank", ".0f"), Number("stage", ".0f"), mib("peak"), mib("predicted"), ERROR,
-            "phase", ms("at"),
-        )  # fmt: skip
-        names = ("rank", "stage", "peak_bytes", "predicted_bytes", "error", "phase", "peak_s")
-        rows = [[row[name] for name in names] for row in memory["ranks"]]
+    rows = list[tuple[Any, ...]]()
+    for rank, record in sorted(run.memory.items()):
+        curve, at = record["curve"], record["peak"]
+        peak_bytes = sum(each[at] for each in curve["bytes"].values())
+        planned = sum((record.get("predicted") or {}).get("at_peak", {}).values()) or None
+        row = (rank, record.get("stage"), peak_bytes, planned, planned and planned / peak_bytes - 1)
+        rows.append((*row, curve["phase"][at], curve["at_s"][at]))
+    if rows:
+        heads = (*mib("peak", "predicted"), *percents("error", sign="+"), "phase", *ms("at"))
+        heads = (Number("rank", "d"), Number("stage", "d"), *heads)
         yield Table("The peak of each rank", heads, rows)
-    for curve in memory["curves"][:MAX_CURVES]:
-        keys = {kind: points.key for kind, points in curve["bytes"].items()}
+    # Drawn are the highest peaks, of each stage one first.
+    rows.sort(key=lambda row: -row[2])
+    drawn = {**{row[1]: row for row in reversed(rows)}, **{("rest", *row): row for row in rows}}
+    for row in sorted([*dict.fromkeys(drawn.values())][:DRAWN_RANKS]):
+        curve = run.memory[row[0]]["curve"]
+        series = {
+            kind: [[at_s, each] for at_s, each in zip(curve["at_s"], values, strict=True)]
+            for kind, values in curve["bytes"].items()
+            if any(values)
+        }
         yield Chart(
-            f"Memory of rank {curve['rank']:.0f} over a step", "time in the step, ms", "MiB",
-            curve["bytes"], (1e-3, MIB), is_stacked=True, marks=[(curve["peak_s"], "peak")],
-            keys=keys,
+            f"Memory of rank {row[0]} over a step", "time in the step, ms", "MiB", series,
+            (1e-3, MIB), is_stacked=True, peak_at=row[6], planned=row[3],
         )  # fmt: skip
 
 
-def _utilization(use: Mapping[str, Any]) -> Iterator[Part]:
-    heads = (
-        "relative to",
-        *(
-            Number(f"{name}, %", ".1f", 0.01)
-            for name in ("MFU", "HFU", "MFU, full attention", "HFU, full attention")
-        ),
+def _peak_of(run: RunRecords) -> str:
+    """Return the peak that MFU is relative to, as in names of the record."""
+    use = run.summary.get("utilization") or {}
+    return "ceiling" if use.get("data_sheet_flops_per_s") is None else "data_sheet"
+
+
+def _utilization(run: RunRecords) -> Parts:
+    """Yield MFU and HFU with their grade, and published runs of the nearest size."""
+    if not (use := run.summary.get("utilization")):
+        return
+    of = _peak_of(run)
+    heads = ("relative to", *percents("MFU", "HFU", "MFU, full attention", "HFU, full attention"))
+    shares = [use[f"{name}_{of}_{kind}"] for kind in ("causal", "full") for name in ("mfu", "hfu")]
+    yield Table("", heads, [[of.replace("_", " "), *shares]])
+    yield grade_of(shares[0]) if of == "data_sheet" and shares[0] is not None else NO_GRADE
+    yield f"{tera(use['model_flops_per_s'])} of model FLOPs on {use['num_devices']} devices"
+    yield from (use["formula"], *use["warnings"])
+    rate = units_per_s(run)
+    if run.unit != "tokens" or not rate:  # published runs are of language models
+        return
+    size = use["model_flops_per_s"] / rate / 6  # 6 FLOPs a parameter and token
+    rows: list[Any] = json.loads(Path(__file__).with_name("published.json").read_text())
+    gpus = " ".join(gpu["name"] for gpu in run.environment.get("gpus", []))
+    is_gpu = bool(gpus) and run.config.get("device") != "cpu"
+    rows.sort(key=lambda row: abs(math.log(row["parameters"] / size)))
+    rows.sort(key=lambda row: is_gpu and row["hardware"].split("-")[0] not in gpus)
+    names = (
+        "model",
+        "hardware",
+        "num_devices",
+        "parameters",
+        "mfu",
+        "hfu",
+        "flops_per_s",
+        "source",
     )
-    row = [use["of"], use["mfu"], use["hfu"], use["mfu_full"], use["hfu_full"]]
-    yield Table("", heads, [row])
-    yield from filter(None, (use["grade"], use["rate"], use["formula"], *use["warnings"]))
-    if use["published"]:
-        heads = (
-            "model", "hardware", Number("devices", ",.0f"), Number("parameters, M", ",.0f", 1e6),
-             Number("MFU, %", ".1f", 0.01),
-            Number("HFU, %", ".1f", 0.01), Number("TFLOP/s", ",.0f", 1e12), "source",
-        )  # fmt: skip
-        names = (
-            "model",
-            "hardware",
-            "num_devices",
-            "parameters",
-            "mfu",
-            "hfu",
-            "flops_per_s",
-            "source",
-        )
-        rows = [[row[name] for name in names] for row in use["published"]]
-        yield Table("Published runs of like size", heads, rows, note=use["note"])
+    numbers = (Number("devices", ",.0f"), Number("parameters, M", ",.0f", 1e6))
+    rates = (*percents("MFU", "HFU"), Number("TFLOP/s", ",.0f", 1e12))
+    note = "" if is_gpu else "This run is on CPUs, these are on GPUs and TPUs."
+    rows = [[row[name] for name in names] for row in rows[:NUM_PUBLISHED]]
+    heads = ("model", "hardware", *numbers, *rates, "source")
+    yield Table("Published runs, the nearest by parameters", heads, rows, note=note)
 
 
-_PARTS: Final = {
-    "curve": _curve,
-    "planned": _planned,
-    "ledger": _ledger,
-    "timeline": _timeline,
-    "overlap": _overlap,
-    "bytes": _bytes,
-    "memory": _memory,
-    "utilization": _utilization,
-}
+def _environment(run: RunRecords) -> Parts:
+    if not (record := run.environment):
+        return
+    cpu = record["cpu"]
+    gpus = Counter(f"{gpu['name']}, {size_text(gpu['memory_bytes'])}" for gpu in record["gpus"])
+    rows = {
+        "system": record["system"],
+        "versions": ", ".join(f"{name} {each}" for name, each in record["versions"].items()),
+        "processor": f"{cpu['name']}, {cpu['num_cores']} cores",
+        "threads of a rank": str(cpu["num_threads"]),
+        "features": ", ".join(cpu["flags"]),
+        "memory": size_text(record["memory_bytes"]),
+        "gpus": "; ".join(f"{number} x {gpu}" for gpu, number in gpus.items()) or "none",
+    }
+    yield Table("", ("", ""), [*rows.items()])
+
+
+def _commands(run: RunRecords) -> Parts:
+    """Yield the commands that repeat and resume the run."""
+    file, resume = run.folder / "config.toml", run.summary.get("resume", "")
+    if file.exists():
+        yield "To repeat the run:"
+        yield Line(f"phalanx train --config {shlex.quote(str(file))}", wraps=False)
+    elif " --resume " in resume:  # of a job of the user's own
+        known = [(key, run.config.get(key)) for key in ("strategy", "steps")]
+        words = [f"--{key} {value}" for key, value in known if value is not None]
+        yield "To repeat the run:"
+        yield Line(" ".join([resume.partition(" --resume ")[0], *words]), wraps=False)
+    if not resume and file.exists():
+        resume = f"phalanx train --resume {shlex.quote(str(run.folder))}"
+    yield "To resume the run:"
+    yield Line(resume or f"phalanx.Options(out={str(run.folder)!r}, resume=True)", wraps=False)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from phalanx.report.html import page
 from phalanx.review.run_records import read_run
-from phalanx.review.run_values import BUCKETS, thinned, values_of_run
-from recorded_run import config, step, write_run
+from phalanx.review.sections import BUCKETS, medians_of, sections_of_run, thinned
+from recorded_run import config, spans, step, write_run
 
 
 def test_a_long_curve_keeps_its_ends_and_the_extremes_of_each_part() -> None:
@@ -25,10 +24,13 @@ def test_a_long_curve_keeps_its_ends_and_the_extremes_of_each_part() -> None:
 def test_a_resumed_run_has_medians_of_its_last_process(tmp_path: Path) -> None:
     steps = [step(at, 1.0) for at in range(1, 9)], [step(at, 0.5) for at in range(5, 13)]
     folder = write_run(tmp_path, config("dp2"), *steps[0], config("dp4"), *steps[1])
-    ledger = values_of_run(read_run(folder))["ledger"]
-    assert (ledger["num_steps"], ledger["step_s"]) == (5, 0.5)
+    medians_s, num_steps = medians_of(read_run(folder))
+    assert (num_steps, medians_s["step"]) == (5, 0.5)
 
 
 def test_a_run_before_its_first_step_has_a_report(tmp_path: Path) -> None:
-    values = values_of_run(read_run(write_run(tmp_path, config("dp2"))))
-    assert values["lines"][1] == "no step was recorded" and page("", [])
+    first, *_ = sections_of_run(read_run(write_run(tmp_path, config("dp2"))))
+    assert first.values()[1] == "no step was recorded"
+    spans(tmp_path / "own", 0)  # a loop of the user's own has no records
+    titles = [section.title for section in sections_of_run(read_run(tmp_path / "own"))]
+    assert "A profiled step" in titles

@@ -1,0 +1,177 @@
+r"""Charts of a page as inline SVG, drawn without a library: curves, stacked areas and time lanes.
+
+title                      ____ series, one color each, which the style sheet of the page gives
+y, unit  |      ____
+         |  ___/    \___   |  a mark at one x
+         +----------------- x, unit
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any, Final
+
+WIDTH: Final = 640
+HEIGHT: Final = 250
+LEFT: Final = 62
+TOP: Final = 12
+BOTTOM: Final = 44
+LANE: Final = 15
+"""Pixels of a chart in its own coordinates; the page scales it."""
+
+NUM_COLORS: Final = 8
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Values over x: lines, or areas on top of each other.
+
+    Attributes:
+        title: text above the drawing.
+        x: label of the horizontal axis, with its unit.
+        y: label of the vertical axis, with its unit.
+        series: name -> points (x, y).
+        scale: sizes of the units of x and y, by which points are divided.
+        is_stacked: whether series are areas on top of each other; they have the same x.
+        peak_at: x of a vertical line; None for none.
+        planned: y of a horizontal line; None for none.
+    """
+
+    title: str
+    x: str
+    y: str
+    series: dict[str, list[list[float]]]
+    scale: tuple[float, float] = (1, 1)
+    is_stacked: bool = False
+    peak_at: float | None = None
+    planned: float | None = None
+
+    def svg(self, place: str) -> str:
+        """Return the chart with its legend, as HTML; it is at `place` in the JSON document."""
+        floor = [(x, 0.0) for x, _ in next(iter(self.series.values()))]
+        bands = dict[str, tuple[list[tuple[float, float]], list[tuple[float, float]]]]()
+        for name, points in self.series.items():
+            top = [(x, y) for x, y in points]
+            if self.is_stacked:
+                top = [(x, y + z) for (x, y), (_, z) in zip(top, floor, strict=True)]
+            bands[name] = (top, floor)
+            floor = top if self.is_stacked else floor
+        xs = [x for top, _ in bands.values() for x, _ in top]
+        ys = [y for top, _ in bands.values() for _, y in top] + [
+            self.planned or 0
+        ] * self.is_stacked
+        low, high = (0.0, 1.12 * max(ys)) if self.is_stacked else (min(ys), max(ys))
+        across = _Axis(min(xs), max(xs), LEFT, WIDTH - 12, self.scale[0])
+        up = _Axis(low, high, HEIGHT - BOTTOM, TOP, self.scale[1])
+        lines = [*_x_axis(across, HEIGHT - BOTTOM, self.x), *_y_axis(up, self.y)]
+        for number, (name, (top, floor)) in enumerate(bands.items()):
+            both = [*top, *reversed(floor)] if self.is_stacked else top
+            drawn = [f"{across(x):.1f} {up(y):.1f}" for x, y in both]
+            # Equal curves are all seen: an earlier one is wider than those that cover it.
+            style = f' style="stroke-width:{1.6 * (len(bands) - number):g}"'
+            kind, style = ("area", "") if self.is_stacked else ("line", style)
+            lines.append(
+                f'<path class="{kind} c{number % NUM_COLORS}"{style} d="M{"L".join(drawn)}" '
+                f'data-points="{escape(f"{place}/series/{name}")}"/>'
+            )
+        if self.peak_at is not None:
+            at = across(self.peak_at)
+            lines.append(f'<path class="mark" d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
+            lines.append(_text(at, TOP + 9, "peak", "over", "middle"))
+        if self.planned is not None:
+            at = up(self.planned)
+            lines.append(f'<path class="mark" d="M{LEFT} {at:.1f}H{WIDTH - 12}"/>')
+            lines.append(_text(LEFT + 6, at - 5, "predicted peak", "over", "start"))
+        return _figure(self.title, f"{self.y} over {self.x}", HEIGHT, lines, [*bands])
+
+
+@dataclass(frozen=True)
+class SpanLanes:
+    """Spans of time in lanes, one below another.
+
+    Attributes:
+        title: text above the drawing.
+        lanes: name -> spans (begin in s, end in s, kind).
+        kinds: kinds in the order of their colors.
+    """
+
+    title: str
+    lanes: dict[str, list[list[Any]]]
+    kinds: Sequence[str]
+
+    def svg(self, place: str) -> str:
+        """Return the lanes with their legend, as HTML; they are at `place` in the document."""
+        spans = [span for lane in self.lanes.values() for span in lane]
+        left, bottom = 12 + 7 * max(map(len, self.lanes)), TOP + LANE * len(self.lanes) + 4
+        first, last = min(span[0] for span in spans), max(span[1] for span in spans)
+        across = _Axis(first, last, left, WIDTH - 12, 1e-3)
+        lines = [*_x_axis(across, bottom, "time in the step, ms")]
+        for row, (name, lane) in enumerate(self.lanes.items()):
+            top = TOP + LANE * row
+            lines.append(_text(left - 6, top + 10, name, "", "end"))
+            for number, kind in enumerate(self.kinds):
+                own = [(across(begin), across(end)) for begin, end, each in lane if each == kind]
+                boxes = (f"M{x:.1f} {top}H{to:.1f}v{LANE - 3}H{x:.1f}z" for x, to in own)
+                if own:
+                    color = f'class="box c{number % NUM_COLORS}"'
+                    lines.append(f'<path {color} d="{"".join(boxes)}"/>')
+        about = f"spans by lane, at {place} of the JSON document"
+        return _figure(self.title, about, bottom + BOTTOM, lines, self.kinds)
+
+
+class _Axis:
+    """A linear map from values to pixels; its labels are in a unit of the size `scale`."""
+
+    def __init__(self, low: float, high: float, begin: float, end: float, scale: float) -> None:
+        around = 0.0 if high > low else abs(low) / 10 or 1.0
+        self.low, self.high, self.scale = low - around, high + around, scale
+        self.begin, self.end = begin, end
+
+    def __call__(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return self.begin + share * (self.end - self.begin)
+
+    def ticks(self) -> Iterator[tuple[float, str]]:
+        """Yield (pixel, label) at about six round values."""
+        low, high = self.low / self.scale, self.high / self.scale
+        size = 10.0 ** math.floor(math.log10((high - low) / 6))
+        step = size * next(each for each in (1, 2, 5, 10) if each * size >= (high - low) / 6)
+        for number in range(math.ceil(low / step), math.floor(high / step) + 1):
+            yield self(number * step * self.scale), f"{round(number * step, 10):,.10g}"
+
+
+def _text(x: float, y: float, text: str, style: str, anchor: str) -> str:
+    place = f'class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
+    return f"<text {place}>{escape(text)}</text>"
+
+
+def _x_axis(axis: _Axis, top: float, label: str) -> Iterator[str]:
+    yield f'<path class="axis" d="M{axis.begin} {top}H{axis.end}"/>'
+    for at, text in axis.ticks():
+        yield f'<path class="axis" d="M{at:.1f} {top}v4"/>'
+        yield _text(at, top + 16, text, "tick", "middle")
+    yield _text((axis.begin + axis.end) / 2, top + 34, label, "", "middle")
+
+
+def _y_axis(axis: _Axis, label: str) -> Iterator[str]:
+    for at, text in axis.ticks():
+        yield f'<path class="grid" d="M{LEFT} {at:.1f}H{WIDTH - 12}"/>'
+        yield _text(LEFT - 6, at + 4, text, "tick", "end")
+    turned = f"translate(14 {(axis.begin + axis.end) / 2:.0f}) rotate(-90)"
+    yield f'<g transform="{turned}">{_text(0, 0, label, "", "middle")}</g>'
+
+
+def _figure(title: str, about: str, height: float, lines: list[str], names: Sequence[str]) -> str:
+    legend = "".join(
+        f'<li><i class="c{number % NUM_COLORS}"></i>{escape(name)}</li>'
+        for number, name in enumerate(names)
+    )
+    label = escape(f"{title}: {about}")
+    return (
+        f'<figure><figcaption>{escape(title)}</figcaption><ul class="legend">{legend}</ul>'
+        f'<div class="scroll"><svg viewBox="0 0 {WIDTH} {height:g}" role="img" '
+        f'aria-label="{label}"><title>{label}</title>{"".join(lines)}</svg></div></figure>'
+    )
