@@ -14,12 +14,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from phalanx.measure.clock import clocks
 from phalanx.measure.peaks import NO_GRADE, grade_of
 from phalanx.measure.spans import CollectiveSpan, CounterSample, StepSpans, read_spans, span_files
 from phalanx.report.html import Drawn, Section
 from phalanx.report.inline_svg import Chart, SpanLanes
 from phalanx.report.tabular import Line, Number, Table
 from phalanx.report.units import MIB, percent, size_text, tera, time_text
+from phalanx.review.overlap import overlap_of
 from phalanx.review.run_records import RunRecords
 from phalanx.strategy.kinds import WHY_SENT
 
@@ -292,18 +294,15 @@ def _straggler(run: RunRecords) -> str | None:
     """Return the sentence on a rank that others wait for; of a killed run from its records."""
     if "straggler" in run.summary or not run.ranks:
         return run.summary.get("straggler")
-    if (straggler := _optional("phalanx.measure.straggler")) is None:
+    if find_spec("phalanx.measure.straggler") is None:
         return None
-    window = _optional("phalanx.measure.rank_times").RankWindow
+    # With torch, which a whole run's report needs not.
+    accuse = import_module("phalanx.measure.straggler").accuse
+    window = import_module("phalanx.measure.rank_times").RankWindow
     names = {field.name for field in dataclasses.fields(window)}
     windows = [window(**{n: each for n, each in w.items() if n in names}) for w in run.ranks]
-    accused = straggler.accuse(windows)
+    accused = accuse(windows)
     return accused and accused.text()
-
-
-def _optional(module: str) -> Any:
-    """Return a module; None if this installation lacks it."""
-    return import_module(module) if find_spec(module) is not None else None
 
 
 def _profiled(run: RunRecords) -> Parts:
@@ -339,16 +338,15 @@ def _profiled(run: RunRecords) -> Parts:
     text = f"Step {ranks[0].step}, profiled on {len(ranks)} ranks"
     yield text + (f"; one rank in {every} is drawn." if every > 1 else ".")
     yield SpanLanes("Compute, waits and collectives", lanes, _KINDS)
-    if (overlap := _optional("phalanx.review.overlap")) is not None:
-        yield from overlap.overlap_of(ranks).tables()
+    yield from overlap_of(ranks).tables()
 
 
 def _begins(folder: Path, ranks: Sequence[StepSpans]) -> list[float]:
     """Return the begin of the step on each rank by the clock of rank 0, or zeros if unknown."""
     try:
-        to_rank0 = _optional("phalanx.measure.clock").clocks(folder).to_rank0
-        return [to_rank0(step.rank, step.begin_s) for step in ranks]
-    except (OSError, KeyError, AttributeError):  # the clocks of these ranks were not compared
+        known = clocks(folder)
+        return [known.to_rank0(step.rank, step.begin_s) for step in ranks]
+    except (OSError, KeyError):  # the clocks of these ranks were not compared
         return [0.0] * len(ranks)
 
 

@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 from phalanx.account.planned import decoder_step
+from phalanx.comm.ledger import Entry
 from phalanx.config import BatchConfig, ShapeConfig
 from phalanx.measure.memory import Kind
 from phalanx.measure.memory_report import MemoryReport
@@ -45,11 +46,12 @@ def test_a_time_is_predicted_of_measured_rates_alone() -> None:
 def test_an_error_is_printed_of_measured_rates_alone() -> None:
     step_s = dict.fromkeys(TERMS, 0.0) | {"forward": 0.5, "backward": 0.5}
     steps = StepSummary(num_steps=1, wall_s=1.0, medians_s=step_s, shares=step_s)
-    report = judge(predicted("dp2", WHOLE), steps, None)
-    assert (
-        report is not None and report.is_timed and ") a step; rates: measured in" in report.line()
-    )
-    assert set(report.errors) == {"step", "compute", "communication", "optimizer"}
+    sent = [Entry(phase, "dp", "all_reduce", 1, 8, 2**20) for phase in ("backward", "clip")]
+    report = judge(predicted("dp2", WHOLE), steps, None, sent)
+    assert report is not None and report.is_timed
+    assert ") a step; rates: measured in" in report.line()
+    assert set(report.errors) == {"step", "compute", "communication", "bubble", "optimizer"}
+    assert report.sent["dp"].measured == 2**20, "a clip's few bytes are left out"
     kinds = dict.fromkeys(get_args(Kind), 1 << 20)
     held = MemoryReport(
         at_peak=kinds, at_most=kinds, at_end=kinds, peak_phase="backward", passing_bytes=3 << 20,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from phalanx.account.planned import PlannedStep
 from phalanx.account.rank_memory import memory
+from phalanx.comm.ledger import Entry
 from phalanx.measure.memory import Kind
 from phalanx.measure.memory_report import MemoryReport
 from phalanx.measure.summary import StepSummary
@@ -20,10 +23,14 @@ from phalanx.report.tabular import Number, Table
 
 _TERMS: Mapping[str, tuple[Term, ...]] = {
     "compute": ("forward", "backward"),
-    "communication": ("communication", "bubble"),
+    "communication": ("communication",),
+    "bubble": ("bubble",),
     "optimizer": ("optimizer",),
 }
 """Cause of a predicted time -> terms of the measured step that it corresponds to."""
+
+_AGREEMENTS: Final = ("count", "clip", "metrics")
+"""Phases whose few bytes a plan leaves out."""
 
 UNMEASURED: Final = (
     "no time is predicted before phalanx bench ceiling --write this and phalanx bench comm --write "
@@ -58,6 +65,7 @@ class Predicted:
         machine: source of the machine's rates; empty if they were not measured here.
         step_s: seconds of the median step; None without measured rates.
         time_s: cause -> seconds of a step; empty without measured rates.
+        sent: mesh axis -> bytes that the first rank sends in a step.
         at_most: largest bytes of each kind of memory on rank 0.
         at_peak: bytes of each kind at rank 0's peak; their sum is the peak.
     """
@@ -65,6 +73,7 @@ class Predicted:
     machine: str
     step_s: float | None
     time_s: Mapping[str, float]
+    sent: Mapping[str, float]
     at_most: Mapping[Kind, int]
     at_peak: Mapping[Kind, int]
 
@@ -82,6 +91,7 @@ class PredictionReport:
         machine: source of the machine's rates; empty if they were not measured here.
         is_timed: whether the rates and links were measured here, so that a time is predicted.
         time_s: `step` and each cause -> seconds; empty if not timed, or if the time is in doubt.
+        sent: mesh axis -> bytes that rank 0 sends in a step; empty if not measured.
         bytes: on rank 0, `peak`, each kind at its largest, and `passing` -> bytes. `passing` is the
             largest sum of activations, casts and communication buffers; predicted, the largest
             casts + the largest activations.
@@ -93,6 +103,7 @@ class PredictionReport:
     machine: str
     is_timed: bool
     time_s: Mapping[str, Forecast]
+    sent: Mapping[str, Forecast]
     bytes: Mapping[str, Forecast]
     bytes_at_peak: Mapping[str, Forecast]
     errors: Mapping[str, float]
@@ -125,7 +136,9 @@ def predict(planned: PlannedStep[Any], machine: Calibration) -> Predicted:
     """
     num_ranks = planned.strategy.num_ranks
     held = memory(planned, machine.kind)[0]
-    kinds = {"at_most": kinds_of(held.causes), "at_peak": kinds_of(held.at_peak())}
+    sizes = [(planned.microbatch, planned.seq_len)] * planned.accumulation
+    kinds: dict[str, Any] = {"sent": sent_by_axis(planned.plan.traffic(sizes))}
+    kinds |= {"at_most": kinds_of(held.causes), "at_peak": kinds_of(held.at_peak())}
     cluster = as_cluster(THIS, machine, num_ranks) if machine.is_whole(num_ranks) else None
     if cluster is None or not cluster.device.has_peak(planned.precision):
         return Predicted(machine="", step_s=None, time_s={}, **kinds)
@@ -136,11 +149,21 @@ def predict(planned: PlannedStep[Any], machine: Calibration) -> Predicted:
         step_s=cost.step_s,
         time_s={
             "compute": cost.compute_s,
-            "communication": cost.tensor_s + cost.ring_s + cost.bubble_s + cost.exposed_s,
+            "communication": cost.tensor_s + cost.ring_s + cost.exposed_s,
+            "bubble": cost.bubble_s,
             "optimizer": cost.optimizer_s,
         },
         **kinds,
     )
+
+
+def sent_by_axis(entries: Iterable[Entry]) -> Counter[str]:
+    """Return the bytes that a rank sends by mesh axis, without those of agreements."""
+    found = Counter[str]()
+    for entry in entries:
+        if entry.phase not in _AGREEMENTS:
+            found[entry.axis] += math.ceil(entry.sent_bytes)
+    return found
 
 
 def kinds_of(causes: Mapping[str, int]) -> dict[Kind, int]:
@@ -156,7 +179,10 @@ def kinds_of(causes: Mapping[str, int]) -> dict[Kind, int]:
 
 
 def judge(
-    predicted: Predicted, steps: StepSummary | None, memory: MemoryReport | None
+    predicted: Predicted,
+    steps: StepSummary | None,
+    memory: MemoryReport | None,
+    entries: Iterable[Entry] = (),
 ) -> PredictionReport | None:
     """Return a prediction with the measured values; None if nothing was measured."""
     time_s: dict[str, Forecast] = {}
@@ -180,11 +206,17 @@ def judge(
                 into[kind] = Forecast(predicted=num_bytes, measured=those[kind])
     if not time_s and not held:
         return None
+    measured = sent_by_axis(entries)
+    sent = {
+        axis: Forecast(predicted=predicted.sent.get(axis, 0), measured=num_bytes)
+        for axis, num_bytes in measured.items()
+    }
     errors = {name: each.error for name, each in {**time_s, **held}.items()}
     return PredictionReport(
         machine=predicted.machine,
         is_timed=predicted.is_timed,
         time_s=time_s,
+        sent=sent,
         bytes=held,
         bytes_at_peak=at_peak,
         errors=errors,

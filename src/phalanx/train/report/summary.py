@@ -177,7 +177,7 @@ def summarize_run(records: Records) -> Summary:
         served_text=session.served_text(),
         memory=memory,
         no_memory=None if memory else f"No measurement of memory by kind: {blind_spot}.",
-        predicted=None if predicted is None else judge(predicted, steps, memory),
+        predicted=None if predicted is None else judge(predicted, steps, memory, records.entries),
         resident_bytes=memory.resident_bytes if memory is not None else resident_peak_bytes(),
         sample=sample,
         paths={name: str(path) for name, path in paths.items() if path.exists()},
