@@ -20,7 +20,7 @@ from phalanx.measure.timer import TERMS, StepTimes, Term
 WORK: tuple[Term, ...] = ("data", "forward", "backward", "optimizer", "other")
 """Terms in which a rank waits for no other rank."""
 
-STAGE_TOLERANCE = 1.5
+STAGE_TOLERANCE = 2.0
 """Work of a stage relative to the other stages, up to which it counts as planned."""
 
 Times = NDArray[np.float64]
@@ -53,8 +53,10 @@ class RankWindow:
         by_rank: term, or "wall" -> mean over the steps, for each rank.
         slowest: for each step; None if no rank has more work than its peers, and for a step that
             follows a save.
+        excess: term of WORK, or "work" -> for each step the rank that most exceeds the median of
+            its peers, and by how much.
         exposed: mesh axis -> mean wait in exposed communication, for each rank.
-        least_exposed: mesh axis -> mean over the steps of the shortest wait in a group of ranks,
+        least_exposed: mesh axis -> median over the steps of the shortest wait in a group of ranks,
             for each group: the rank that comes last waits only for the link.
         sent: mesh axis -> calls and bytes of rank 0 in a step; empty before they are counted.
     """
@@ -66,6 +68,7 @@ class RankWindow:
     by_rank: Mapping[str, Sequence[float]]
     slowest: Sequence[Slowest | None]
     exposed: Mapping[str, Sequence[float]]
+    excess: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
     least_exposed: Mapping[str, Sequence[float]] = field(default_factory=dict)
     sent: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
@@ -105,7 +108,7 @@ def window_of(
     tables: Sequence[Times],
     *,
     saved: Collection[int] = (),
-    planned: Sequence[float] | None = None,
+    planned: Sequence[Sequence[float]] = (),
     sent: Mapping[str, tuple[int, float]] | None = None,
 ) -> RankWindow:
     """Return the window of `steps`, given the table of each rank.
@@ -116,7 +119,7 @@ def window_of(
         axes: mesh axes of the job.
         tables: for each rank the result of `table_of`.
         saved: steps that follow a save.
-        planned: work of each stage in forward and backward, in any unit; None for equal stages.
+        planned: work of each stage in forward and backward, in any unit, by one or several measures.
         sent: see `RankWindow`.
     """
     names = [*TERMS, "wall", *_wait_axes(axes)]
@@ -129,52 +132,55 @@ def window_of(
         by_rank[name] = of.mean(1).round(7).tolist()
     exposed = {name: columns[name] for name in _wait_axes(axes) if columns[name].any()}
     least = {
-        name: [round(of[ranks].min(0).mean().item(), 7) for ranks in groups_of(axes, name)]
+        name: [round(float(np.median(of[ranks].min(0))), 7) for ranks in groups_of(axes, name)]
         for name, of in exposed.items()
         if name != "world"
     }
-    found = _slowest(np.stack([columns[term] for term in WORK]), stages_of(axes), planned)
+    excess = _excess(np.stack([columns[term] for term in WORK]), stages_of(axes), planned)
+    excess[:, :, [step in saved for step in steps]] = 0
+    every = np.concatenate([excess, excess.sum(0, keepdims=True)])
+    most: dict[str, list[tuple[int, float]]] = {
+        name: list(zip(of.argmax(0).tolist(), of.max(0).round(7).tolist(), strict=True))
+        for name, of in zip((*WORK, "work"), every, strict=True)
+    }
+    slowest: list[Slowest | None] = []
+    for step, (rank, seconds) in enumerate(most["work"]):
+        term = int(excess[:, rank, step].argmax())
+        above_s = min(seconds, round(float(excess[term, rank, step]), 7))
+        slowest.append(Slowest(rank, WORK[term], above_s) if above_s > 0 else None)
     return RankWindow(
         steps=[*steps],
         hosts=hosts,
         axes=axes,
         spread=spread,
         by_rank=by_rank,
-        slowest=[None if at in saved else of for at, of in zip(steps, found, strict=True)],
+        slowest=slowest,
+        excess=most,
         exposed={axis: of.mean(1).round(7).tolist() for axis, of in exposed.items()},
         least_exposed=least,
         sent=sent or {},
     )
 
 
-def _slowest(
-    work: Times, stages: Sequence[Sequence[int]], planned: Sequence[float] | None
-) -> list[Slowest | None]:
-    """Return the slowest rank of each step, given its work [term, rank, step]."""
+def _excess(
+    work: Times, stages: Sequence[Sequence[int]], planned: Sequence[Sequence[float]]
+) -> Times:
+    """Return the seconds by which work [term, rank, step] exceeds the median of the peers."""
     excess = np.zeros_like(work)
     typical = np.stack([_low_median(work[:, ranks], 1) for ranks in stages], 1)
     for stage, ranks in enumerate(stages):
         excess[:, ranks] = work[:, ranks] - typical[:, stage : stage + 1]
     if len(stages) > 1:
-        # FLOPs do not tell the time of a small layer, so a stage is slow only if it takes longer
-        # than an equal part too.
-        weights = np.ones(len(stages)) if planned is None else np.array(planned)
-        parts = np.maximum(weights / weights.mean(), 1e-3)
-        is_model = np.array([term in ("forward", "backward") for term in WORK])
-        scale = np.where(is_model[:, None], parts, 1.0)[:, :, None]
-        as_planned = _low_median(typical / scale, 1)[:, None] * scale
-        expected = np.maximum(as_planned, _low_median(typical, 1)[:, None])
+        # A stage is slow only if it takes longer than its part by each measure, and an equal part.
+        is_model = np.array([[term in ("forward", "backward")] for term in WORK])
+        expected = np.zeros_like(typical)
+        for weights in (np.ones(len(stages)), *map(np.array, planned)):
+            parts = np.where(is_model, np.maximum(weights / weights.mean(), 1e-3), 1.0)[:, :, None]
+            expected = np.maximum(expected, _low_median(typical / parts, 1)[:, None] * parts)
         over = typical.sum(0) > STAGE_TOLERANCE * expected.sum(0)  # [stage, step]
         for stage, ranks in enumerate(stages):
             excess[:, ranks] += ((typical - expected)[:, stage] * over[stage])[:, None]
-    rank = excess.sum(0).argmax(0)
-    by_term = excess[:, rank, np.arange(len(rank))]  # [term, step]
-    term = by_term.argmax(0)
-    most = np.minimum(by_term.max(0), by_term.sum(0))
-    return [
-        Slowest(int(r), WORK[t], round(float(s), 7)) if s > 0 else None
-        for r, t, s in zip(rank, term, most, strict=True)
-    ]
+    return excess
 
 
 def _low_median(values: Times, dim: int) -> Times:
