@@ -7,6 +7,7 @@ gather       x   x           x           x            about once a second: one `
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,9 +17,13 @@ from numpy.typing import NDArray
 
 from phalanx.comm.axes import axes_of, flattened
 from phalanx.measure.timer import TERMS, StepTimes, Term
+from phalanx.report.tabular import Number, Table
 
 WORK: tuple[Term, ...] = ("data", "forward", "backward", "optimizer", "other")
 """Terms in which a rank waits for no other rank."""
+
+WARMUP_STEPS = 3
+"""First steps of a run, which no rank is judged by."""
 
 STAGE_TOLERANCE = 2.0
 """Work of a stage relative to the other stages, up to which it counts as planned."""
@@ -73,6 +78,59 @@ class RankWindow:
     sent: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RankSummary:
+    """Times of a run's steps on every rank, in seconds a step: medians over windows, by steps.
+
+    Attributes:
+        num_steps: steps after the warm-up.
+        hosts: host of each rank.
+        terms_s: term, or "wall" -> each rank's time.
+        exposed_s: mesh axis -> each rank's exposed communication.
+    """
+
+    num_steps: int
+    hosts: Sequence[str]
+    terms_s: Mapping[str, Sequence[float]]
+    exposed_s: Mapping[str, Sequence[float]]
+
+    def table(self) -> Table:
+        """Return a table of least, median and most over ranks, and the rank of the most."""
+        rows: list[Sequence[str | float]] = []
+        wall_s = statistics.mean(self.terms_s["wall"])
+        named = {"communication": [(f"  over {axis}", of) for axis, of in self.exposed_s.items()]}
+        for term, times_s in self.terms_s.items():
+            term = "step (wall)" if term == "wall" else term
+            for name, of in [(term, times_s), *named.get(term, [])]:
+                rank = max(range(len(of)), key=of.__getitem__)
+                least, most, share = min(of), max(of), statistics.mean(of) / wall_s
+                rows.append((name, least, statistics.median(of), most, f"rank {rank}", share))
+        numbers = [Number(f"{name} ms", ",.1f", 1e-3) for name in ("least", "median", "most")]
+        heads = ("term", *numbers, "most on", Number("share, %", ".1f", 0.01))
+        return Table(f"Where {self.num_steps:,} steps went, by rank", heads, rows)
+
+
+def summarize_ranks(windows: Sequence[RankWindow]) -> RankSummary | None:
+    """Summarize the windows after the warm-up, or all of a shorter run; None without windows."""
+    begin = windows[0].steps[0] + WARMUP_STEPS if windows else 0
+    windows = [window for window in windows if window.steps[0] >= begin] or windows
+    if not windows:
+        return None
+
+    def typical(of: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+        names = dict.fromkeys(name for each in of for name in each)
+        repeated = [each for each, w in zip(of, windows, strict=True) for _ in w.steps]
+        none = [0.0] * len(windows[0].hosts)
+        return {n: np.median([each.get(n, none) for each in repeated], 0).tolist() for n in names}
+
+    return RankSummary(
+        num_steps=sum(len(window.steps) for window in windows),
+        hosts=windows[-1].hosts,
+        terms_s=typical([window.by_rank for window in windows]),
+        exposed_s=typical([window.exposed for window in windows]),
+    )
+
+
 def groups_of(axes: Mapping[str, int], name: str) -> list[list[int]]:
     """Return the ranks of each group over an axis or a set (comm.axes), first ranks first."""
     numbers, members = np.arange(math.prod(axes.values())).reshape(*axes.values()), [*axes]
@@ -119,7 +177,7 @@ def window_of(
         axes: mesh axes of the job.
         tables: for each rank the result of `table_of`.
         saved: steps that follow a save.
-        planned: work of each stage in forward and backward, in any unit, by one or several measures.
+        planned: work of each stage in forward and backward, by one or several measures.
         sent: see `RankWindow`.
     """
     names = [*TERMS, "wall", *_wait_axes(axes)]

@@ -15,19 +15,18 @@ collective waits long, and far longer for each call and byte than over other lin
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from phalanx.measure.rank_times import WORK, RankWindow, groups_of, stages_of
+from phalanx.measure.rank_times import WARMUP_STEPS, WORK, RankWindow, groups_of, stages_of
 from phalanx.report.units import percent
 
-WARMUP_STEPS: Final = 3
-"""First steps of a run, which no rank is judged by."""
+Array = NDArray[np.float64]
 
 LEAST_STEPS: Final = 8
 """Fewest steps by which a rank is judged."""
@@ -62,12 +61,12 @@ class Straggler:
 
     Attributes:
         ranks: the ranks that are late; of a link, those that it joins.
-        whole: "rank", "ranks", or what they are all ranks of: "stage N", "host NAME" or "link".
+        whole: "rank"; "stage N" or "host NAME" with all its ranks; "link"; or "ranks" in turns.
         hosts: hosts of `ranks`, each once.
         term: term that takes longer, or "communication over AXIS".
         excess_s: seconds of a step by which it exceeds that of the peers.
         share: part of the time of all steps that the others waited for it.
-        pattern: "in all steps", "another each step" or "in few steps".
+        pattern: "in all steps", "each step" (another rank in each) or "in few steps".
         steps: number of the late steps, and of all that are judged.
     """
 
@@ -82,27 +81,24 @@ class Straggler:
 
     def text(self) -> str:
         """Return a sentence with ranks, host, term, share and pattern."""
-        who = f"{'rank' if len(self.ranks) == 1 else 'ranks'} {_listed(self.ranks)}"
-        if self.whole not in ("rank", "ranks", "link"):
-            who = f"{self.whole} ({who})"
-        host = "" if self.whole.startswith("host") else f" on {', '.join(self.hosts)}"
-        time = f"{1e3 * self.excess_s:,.1f} ms"
+        numbers = f"{'rank' if len(self.ranks) == 1 else 'ranks'} {_listed(self.ranks)}"
+        of_host = f"{numbers} on host {' and '.join(self.hosts)}"
+        took, share = f"{1e3 * self.excess_s:,.1f} ms", percent(self.share)
         if self.whole == "link":
             return (
-                f"A slow link: {self.term}, of {who}{host}, takes {time} of a step "
-                f"({percent(self.share)}) in which none of them is late, {self.pattern}."
+                f"A slow link between {of_host}: {self.term} takes {took} of each step ({share}), "
+                "though no rank is late for it."
             )
-        if self.pattern == "another each step":
-            return (
-                f"Another rank is late each step (of {who}{host}): its {self.term} takes {time} "
-                f"longer than its peers', for which they wait {percent(self.share)} of the time."
-            )
-        times = f" ({self.steps[0]} of {self.steps[1]})" if self.pattern == "in few steps" else ""
-        who = who[0].upper() + who[1:]
+        who, when = {"rank": of_host, "ranks": f"another of {of_host}"}.get(self.whole, ""), ""
+        if self.whole.startswith("host"):
+            who = f"{self.whole} ({numbers})"
+        elif not who:
+            who = f"{self.whole} ({of_host})"
+        if self.pattern == "in few steps":
+            when = f" ({self.steps[0]} of {self.steps[1]})"
         return (
-            f"{who}{host} {'is' if len(self.ranks) == 1 else 'are'} late {self.pattern}{times}: "
-            f"{self.term} takes {time} longer than its peers', for which they wait "
-            f"{percent(self.share)} of the time."
+            f"{who[0].upper()}{who[1:]} is late {self.pattern}{when}: {self.term} takes {took} "
+            f"longer than on its peers, which wait for it {share} of the time."
         )
 
 
@@ -128,157 +124,110 @@ class _Judged:
 
     def __init__(self, windows: Sequence[RankWindow]) -> None:
         self.windows, self.last = windows, windows[-1]
-        medians = [median for window in windows for _, median, _ in window.spread["wall"]]
-        self.wall_s = np.array(medians[WARMUP_STEPS:])
-        self.step_s = statistics.median(self.wall_s.tolist() or [0.0])
-        # Term -> rank of each step, and its excess in seconds.
-        self.late: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-        for term in (*WORK, "work"):
-            pairs = [pair for window in windows for pair in window.excess.get(term, ())]
-            ranks, seconds = (
-                zip(*pairs[WARMUP_STEPS:], strict=True) if pairs[WARMUP_STEPS:] else ((), ())
-            )
-            self.late[term] = np.array(ranks, dtype=int), np.array(seconds)
+        walls = [median for window in windows for _, median, _ in window.spread["wall"]]
+        self.wall_s = np.array(walls[WARMUP_STEPS:])
+        self.step_s = float(np.median(self.wall_s)) if len(self.wall_s) else 0.0
+        # Term, or "work" -> an array [step, (latest rank, seconds)].
+        self.late = {
+            term: np.array([pair for window in windows for pair in window.excess[term]])
+            for term in (*WORK, "work")
+            if all(term in window.excess for window in windows)
+        }
 
     def slow_ranks(self) -> Iterator[Straggler]:
         """Yield a cause for each term that makes ranks late."""
-        for term, (ranks, seconds) in self.late.items():
-            if not len(ranks):
-                continue
+        for term, pairs in self.late.items():
+            ranks, seconds = pairs[WARMUP_STEPS:].T
             for members, whole in self._groups():
-                is_theirs = np.isin(ranks, members)
-                own = np.where(is_theirs, seconds, 0.0)
-                least = LEAST_SHARE.get(term, LEAST_SHARE["all"])
-                if self._is_regular(own, least) and self._are_all_late(members, term, ranks):
-                    yield self._cause(members, whole, term, own, "in all steps")
+                theirs_s = np.where(np.isin(ranks, members), seconds, 0.0)
+                # Each of them is the latest now and then, or else one alone is the cause.
+                counts = [(ranks == rank).mean() for rank in members]
+                if self._is_regular(theirs_s, term) and min(counts) >= 0.1:
+                    yield self._cause(members, whole, term, theirs_s, "in all steps")
                     break
             else:
-                if self._is_regular(seconds, LEAST_SHARE["each"]) and term != "work":
-                    yield self._cause(
-                        sorted({*ranks.tolist()}), "ranks", term, seconds, "another each step"
-                    )
-                elif term != "work":
-                    yield from self._late_in_few(term, ranks, seconds)
+                if term == "work":
+                    continue
+                latest = Counter(map(int, ranks))
+                if self._is_regular(seconds, "each"):
+                    yield self._cause(sorted(latest), "ranks", term, seconds, "each step")
+                    continue
+                least_s = max(LEAST_SHARE["few"] * self.step_s, FEW * float(np.median(seconds)))
+                is_late = seconds >= max(LEAST_S, least_s)
+                (rank, number), *_ = Counter(map(int, ranks[is_late])).most_common(1) or [(0, 0)]
+                if number >= max(FEW, 0.8 * is_late.sum()) and is_late.mean() < 0.5:
+                    theirs_s = np.where(is_late & (ranks == rank), seconds, 0.0)
+                    yield self._cause([rank], "rank", term, theirs_s, "in few steps")
 
     def _groups(self) -> Iterator[tuple[list[int], str]]:
         """Yield ranks that may be late together: each alone, each stage, each of several hosts."""
-        hosts = self.last.hosts
-        yield from (([rank], "rank") for rank in range(len(hosts)))
-        if len(stages := stages_of(self.last.axes)) > 1:
+        hosts, stages = self.last.hosts, stages_of(self.last.axes)
+        if len(stages[0]) > 1:
+            yield from (([rank], "rank") for rank in range(len(hosts)))
+        if len(stages) > 1:
             yield from ((ranks, f"stage {stage}") for stage, ranks in enumerate(stages))
         if len(names := dict.fromkeys(hosts)) > 1:
             for name in names:
                 yield [rank for rank, host in enumerate(hosts) if host == name], f"host {name}"
 
-    def _is_regular(self, seconds: np.ndarray, least_share: float) -> bool:
-        typical = float(np.median(seconds))
-        is_much = typical >= max(LEAST_S, least_share * self.step_s)
+    def _is_regular(self, seconds: Array, of: str) -> bool:
+        """Return whether the excess is large, and much the same in most steps."""
+        typical, least = float(np.median(seconds)), LEAST_SHARE.get(of, LEAST_SHARE["all"])
+        is_much = typical >= max(LEAST_S, least * self.step_s)
         return is_much and float(np.quantile(seconds, 0.2)) >= REGULAR * typical
 
-    def _are_all_late(self, members: Sequence[int], term: str, ranks: np.ndarray) -> bool:
-        """Return whether each of `members` is the latest now and then, so that none stands out."""
-        del term
-        counts = Counter(ranks.tolist())
-        return all(counts[rank] >= 0.1 * len(ranks) for rank in members)
-
-    def _late_in_few(
-        self, term: str, ranks: np.ndarray, seconds: np.ndarray
-    ) -> Iterator[Straggler]:
-        """Yield a cause if the steps with by far the most time are of one rank."""
-        least = max(LEAST_S, LEAST_SHARE["few"] * self.step_s, FEW * float(np.median(seconds)))
-        is_late = seconds >= least
-        latest = Counter(ranks[is_late].tolist()).most_common(1)
-        if latest and latest[0][1] >= max(FEW, 0.8 * is_late.sum()) and is_late.mean() < 0.5:
-            own = np.where(is_late & (ranks == latest[0][0]), seconds, 0.0)
-            yield self._cause([latest[0][0]], "rank", term, own, "in few steps")
-
     def _cause(
-        self, ranks: Sequence[int], whole: str, term: str, seconds: np.ndarray, pattern: str
+        self, ranks: Sequence[int], whole: str, term: str, seconds: Array, pattern: str
     ) -> Straggler:
-        late = seconds[seconds > 0]
-        if term == "work":  # of all terms, the one in which they exceed their peers the most
-            means = {
-                each: np.where(np.isin(of[0], ranks), of[1], 0.0).mean()
+        if term == "work":  # named by the term in which these ranks exceed their peers the most
+            terms = {
+                each: np.where(np.isin(of[:, 0], ranks), of[:, 1], 0.0)[WARMUP_STEPS:].sum()
                 for each, of in self.late.items()
                 if each != "work"
             }
-            term = max(means, key=lambda each: means[each])
+            term = max(terms, key=lambda each: terms[each])
+        late_s = seconds[seconds > 0]
         return Straggler(
             ranks=tuple(ranks),
             whole=whole,
             hosts=tuple(dict.fromkeys(self.last.hosts[rank] for rank in ranks)),
             term=term,
-            excess_s=float(np.median(late)),
-            share=float(min(1.0, seconds.sum() / self.wall_s.sum())),
+            excess_s=float(np.median(late_s)),
+            share=min(1.0, float(seconds.sum() / self.wall_s.sum())),
             pattern=pattern,
-            steps=(len(late), len(seconds)),
+            steps=(len(late_s), len(seconds)),
         )
 
     def slow_links(self) -> Iterator[Straggler]:
-        """Yield a cause for each group of an axis whose link takes far longer than others."""
-        axes, sent = self.last.axes, self.last.sent
-        counted = [window for window in self.windows if window.sent] or [self.last]
-        lasting_s = {
-            axis: [
-                self._typical(counted, axis, group) for group in range(len(groups_of(axes, axis)))
-            ]
-            for axis in self.last.least_exposed
-            if axis in sent
-        }
-        for axis, groups in lasting_s.items():
+        """Yield a cause for each axis, or one group of it, whose link takes longer than others."""
+        axes, sent, least_s = self.last.axes, self.last.sent, LEAST_SHARE["link"] * self.step_s
+        waits_s: dict[str, list[float]] = {}
+        for axis in set(sent).intersection(self.last.least_exposed):
+            of = [w.least_exposed[axis] for w in self.windows if axis in w.least_exposed and w.sent]
+            waits_s[axis] = np.median(of, 0).tolist()
+        for axis, groups_s in waits_s.items():
             calls, num_bytes = sent[axis]
-            for ranks, seconds in zip(groups_of(axes, axis), groups, strict=True):
-                if seconds < max(LEAST_S, LEAST_SHARE["link"] * self.step_s):
-                    continue
-                others = [
-                    of / sent[name][0]
-                    for name, each in lasting_s.items()
-                    if name != axis
-                    for of in each
-                ]
-                bytes_s = [
-                    of / sent[name][1]
-                    for name, each in lasting_s.items()
-                    if name != axis
-                    for of in each
-                ]
-                siblings = [of for of in groups if of < seconds]
-                is_alone = (
-                    siblings
-                    and seconds >= SLOW_LINK * max(siblings)
-                    and len(groups) - len(siblings) == 1
+            others = [(max(of), *sent[name]) for name, of in waits_s.items() if name != axis]
+            is_slow = bool(others) and all(
+                min(groups_s) / calls >= SLOW_LINK * of_s / of_calls
+                and min(groups_s) / num_bytes >= SLOW_LINK / 2 * of_s / of_bytes
+                for of_s, of_calls, of_bytes in others
+            )
+            groups = groups_of(axes, axis)
+            most_s, slowest = max(zip(groups_s, groups, strict=True))
+            is_alone = len(groups) > 1 and most_s >= SLOW_LINK * sorted(groups_s)[-2]
+            if most_s >= max(LEAST_S, least_s) and (is_slow or is_alone):
+                ranks = slowest if is_alone else sorted(rank for group in groups for rank in group)
+                yield Straggler(
+                    ranks=tuple(ranks),
+                    whole="link",
+                    hosts=tuple(dict.fromkeys(self.last.hosts[rank] for rank in ranks)),
+                    term=f"communication over {axis}",
+                    excess_s=most_s,
+                    share=min(1.0, most_s / self.step_s),
+                    pattern="in all steps",
+                    steps=(len(self.wall_s), len(self.wall_s)),
                 )
-                is_slow = (
-                    others
-                    and seconds / calls >= SLOW_LINK * max(others)
-                    and seconds / num_bytes >= SLOW_LINK / 2 * max(bytes_s)
-                )
-                if is_alone or is_slow:
-                    members = (
-                        ranks
-                        if is_alone
-                        else sorted(rank for group in groups_of(axes, axis) for rank in group)
-                    )
-                    yield Straggler(
-                        ranks=tuple(members),
-                        whole="link",
-                        hosts=tuple(dict.fromkeys(self.last.hosts[rank] for rank in members)),
-                        term=f"communication over {axis}",
-                        excess_s=seconds,
-                        share=min(1.0, seconds / self.step_s),
-                        pattern="in all steps",
-                        steps=(len(self.wall_s), len(self.wall_s)),
-                    )
-
-    def _typical(self, windows: Sequence[RankWindow], axis: str, group: int) -> float:
-        """Return the median over the windows, each counted once for each of its steps."""
-        values = [
-            w.least_exposed[axis][group]
-            for w in windows
-            for _ in w.steps
-            if axis in w.least_exposed
-        ]
-        return statistics.median(values) if values else 0.0
 
 
 def _listed(ranks: Sequence[int]) -> str:

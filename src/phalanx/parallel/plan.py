@@ -149,7 +149,7 @@ class Plan(Generic[Model]):
 
     @property
     def stage_parts(self) -> list[list[float]]:
-        """The layers of each pp coordinate, and for a decoder its FLOPs per token; empty without pp.
+        """Layers of each pp coordinate, and for a decoder FLOPs per token; empty without pp.
 
         FLOPs do not tell the time of a small layer, so neither alone is what a stage may take.
         """
