@@ -35,7 +35,8 @@ class Slowest(NamedTuple):
     """The rank that had the most work in a step, and the term that exceeds its peers' the most.
 
     Attributes:
-        excess_s: seconds above the median of its peers.
+        excess_s: seconds above the median of its peers; of a slow stage, whose first rank this is,
+            above the other stages.
     """
 
     rank: int
@@ -59,8 +60,8 @@ class RankWindow:
         slowest: for each step; None if no rank has more work than its peers, and for a step that
             follows a save.
         excess: term of WORK, or "work" -> for each step the rank that most exceeds the median of
-            its peers, and by how much.
-        exposed: mesh axis -> mean wait in exposed communication, for each rank.
+            its peers, and by how much; "stage TERM" with pp -> the same for the stage that most
+            exceeds the other stages, as its first rank.
         least_exposed: mesh axis -> median over the steps of the shortest wait in a group of ranks,
             for each group: the rank that comes last waits only for the link.
         sent: mesh axis -> calls and bytes of rank 0 in a step; empty before they are counted.
@@ -194,17 +195,21 @@ def window_of(
         for name, of in exposed.items()
         if name != "world"
     }
-    excess = _excess(np.stack([columns[term] for term in WORK]), stages_of(axes), planned)
-    excess[:, :, [step in saved for step in steps]] = 0
-    every = np.concatenate([excess, excess.sum(0, keepdims=True)])
-    most: dict[str, list[tuple[int, float]]] = {
-        name: list(zip(of.argmax(0).tolist(), of.max(0).round(7).tolist(), strict=True))
-        for name, of in zip((*WORK, "work"), every, strict=True)
-    }
+    stages = stages_of(axes)
+    of_ranks, of_stages = _excess(np.stack([columns[term] for term in WORK]), stages, planned)
+    every = {"": of_ranks, "stage ": of_stages} if len(stages) > 1 else {"": of_ranks}
+    most: dict[str, list[tuple[int, float]]] = {}
+    for level, excess in every.items():
+        excess[:, :, [step in saved for step in steps]] = 0
+        for name, of in zip((*WORK, "work"), [*excess, excess.sum(0)], strict=True):
+            pairs = zip(of.argmax(0).tolist(), of.max(0).round(7).tolist(), strict=True)
+            most[level + name] = list(pairs)
     slowest: list[Slowest | None] = []
-    for step, (rank, seconds) in enumerate(most["work"]):
-        term = int(excess[:, rank, step].argmax())
-        above_s = min(seconds, round(float(excess[term, rank, step]), 7))
+    for step in range(len(steps)):
+        level = max(every, key=lambda level: most[f"{level}work"][step][1])
+        rank, seconds = most[f"{level}work"][step]
+        term = int(every[level][:, rank, step].argmax())
+        above_s = min(seconds, round(float(every[level][term, rank, step]), 7))
         slowest.append(Slowest(rank, WORK[term], above_s) if above_s > 0 else None)
     return RankWindow(
         steps=[*steps],
@@ -222,23 +227,21 @@ def window_of(
 
 def _excess(
     work: Times, stages: Sequence[Sequence[int]], planned: Sequence[Sequence[float]]
-) -> Times:
-    """Return the seconds by which work [term, rank, step] exceeds the median of the peers."""
-    excess = np.zeros_like(work)
+) -> tuple[Times, Times]:
+    """Return by how much work [term, rank, step] exceeds the peers', and a stage's the others'."""
+    of_ranks, of_stages = np.zeros_like(work), np.zeros_like(work)
     typical = np.stack([_low_median(work[:, ranks], 1) for ranks in stages], 1)
+    # A stage is slow only if it takes longer than its part by each measure, and an equal part.
+    is_model = np.array([[term in ("forward", "backward")] for term in WORK])
+    expected = np.zeros_like(typical)
+    for weights in (np.ones(len(stages)), *map(np.array, planned)):
+        parts = np.where(is_model, np.maximum(weights / weights.mean(), 1e-3), 1.0)[:, :, None]
+        expected = np.maximum(expected, _low_median(typical / parts, 1)[:, None] * parts)
+    is_slow = typical.sum(0) > STAGE_TOLERANCE * expected.sum(0)  # [stage, step]
     for stage, ranks in enumerate(stages):
-        excess[:, ranks] = work[:, ranks] - typical[:, stage : stage + 1]
-    if len(stages) > 1:
-        # A stage is slow only if it takes longer than its part by each measure, and an equal part.
-        is_model = np.array([[term in ("forward", "backward")] for term in WORK])
-        expected = np.zeros_like(typical)
-        for weights in (np.ones(len(stages)), *map(np.array, planned)):
-            parts = np.where(is_model, np.maximum(weights / weights.mean(), 1e-3), 1.0)[:, :, None]
-            expected = np.maximum(expected, _low_median(typical / parts, 1)[:, None] * parts)
-        over = typical.sum(0) > STAGE_TOLERANCE * expected.sum(0)  # [stage, step]
-        for stage, ranks in enumerate(stages):
-            excess[:, ranks] += ((typical - expected)[:, stage] * over[stage])[:, None]
-    return excess
+        of_ranks[:, ranks] = work[:, ranks] - typical[:, stage : stage + 1]
+        of_stages[:, ranks[0]] = (typical - expected)[:, stage] * is_slow[stage]
+    return of_ranks, of_stages
 
 
 def _low_median(values: Times, dim: int) -> Times:

@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.measure.rank_times import WARMUP_STEPS, WORK, RankWindow, groups_of, stages_of
+from phalanx.measure.rank_times import WARMUP_STEPS, RankWindow, groups_of, stages_of
 from phalanx.report.units import percent
 
 Array = NDArray[np.float64]
@@ -52,7 +52,10 @@ FEW: Final = 4
 """Fewest steps of the pattern "in few steps"; each exceeds the typical step by this factor too."""
 
 SLOW_LINK: Final = 4.0
-"""Time of a call over a slow link, relative to other links; of a byte, at least the half."""
+"""Least time of a call over a slow link, relative to other links."""
+
+SLOW_BYTE: Final = 1.5
+"""Least time of a byte over a slow link, relative to other links."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,7 @@ class _Judged:
         # Term, or "work" -> an array [step, (latest rank, seconds)].
         self.late = {
             term: np.array([pair for window in windows for pair in window.excess[term]])
-            for term in (*WORK, "work")
+            for term in self.last.excess
             if all(term in window.excess for window in windows)
         }
 
@@ -138,7 +141,8 @@ class _Judged:
         """Yield a cause for each term that makes ranks late."""
         for term, pairs in self.late.items():
             ranks, seconds = pairs[WARMUP_STEPS:].T
-            for members, whole in self._groups():
+            is_stage = term.startswith("stage")
+            for members, whole in self._groups(is_stage=is_stage):
                 theirs_s = np.where(np.isin(ranks, members), seconds, 0.0)
                 # Each of them is the latest now and then, or else one alone is the cause.
                 counts = [(ranks == rank).mean() for rank in members]
@@ -146,7 +150,7 @@ class _Judged:
                     yield self._cause(members, whole, term, theirs_s, "in all steps")
                     break
             else:
-                if term == "work":
+                if term == "work" or is_stage:
                     continue
                 latest = Counter(map(int, ranks))
                 if self._is_regular(seconds, "each"):
@@ -159,19 +163,21 @@ class _Judged:
                     theirs_s = np.where(is_late & (ranks == rank), seconds, 0.0)
                     yield self._cause([rank], "rank", term, theirs_s, "in few steps")
 
-    def _groups(self) -> Iterator[tuple[list[int], str]]:
-        """Yield ranks that may be late together: each alone, each stage, each of several hosts."""
-        hosts, stages = self.last.hosts, stages_of(self.last.axes)
-        if len(stages[0]) > 1:
-            yield from (([rank], "rank") for rank in range(len(hosts)))
-        if len(stages) > 1:
-            yield from ((ranks, f"stage {stage}") for stage, ranks in enumerate(stages))
+    def _groups(self, *, is_stage: bool) -> Iterator[tuple[list[int], str]]:
+        """Yield ranks that may be late together: the first of a stage, a rank, or all of a host."""
+        hosts = self.last.hosts
+        if is_stage:
+            for stage, ranks in enumerate(stages_of(self.last.axes)):
+                yield ranks[:1], f"stage {stage}"
+            return
+        yield from (([rank], "rank") for rank in range(len(hosts)))
         if len(names := dict.fromkeys(hosts)) > 1:
             for name in names:
                 yield [rank for rank, host in enumerate(hosts) if host == name], f"host {name}"
 
     def _is_regular(self, seconds: Array, of: str) -> bool:
         """Return whether the excess is large, and much the same in most steps."""
+        of = of.removeprefix("stage ")
         typical, least = float(np.median(seconds)), LEAST_SHARE.get(of, LEAST_SHARE["all"])
         is_much = typical >= max(LEAST_S, least * self.step_s)
         return is_much and float(np.quantile(seconds, 0.2)) >= REGULAR * typical
@@ -179,19 +185,22 @@ class _Judged:
     def _cause(
         self, ranks: Sequence[int], whole: str, term: str, seconds: Array, pattern: str
     ) -> Straggler:
-        if term == "work":  # named by the term in which these ranks exceed their peers the most
+        level, _, name = term.rpartition(" ")
+        if name == "work":  # named by the term in which these ranks exceed their peers the most
             terms = {
                 each: np.where(np.isin(of[:, 0], ranks), of[:, 1], 0.0)[WARMUP_STEPS:].sum()
                 for each, of in self.late.items()
-                if each != "work"
+                if each.rpartition(" ")[0] == level and each != term
             }
-            term = max(terms, key=lambda each: terms[each])
+            name = max(terms, key=lambda each: terms[each]).rpartition(" ")[2]
+        if level:
+            ranks = next(of for of in stages_of(self.last.axes) if of[0] == ranks[0])
         late_s = seconds[seconds > 0]
         return Straggler(
             ranks=tuple(ranks),
             whole=whole,
             hosts=tuple(dict.fromkeys(self.last.hosts[rank] for rank in ranks)),
-            term=term,
+            term=name,
             excess_s=float(np.median(late_s)),
             share=min(1.0, float(seconds.sum() / self.wall_s.sum())),
             pattern=pattern,
@@ -203,14 +212,20 @@ class _Judged:
         axes, sent, least_s = self.last.axes, self.last.sent, LEAST_SHARE["link"] * self.step_s
         waits_s: dict[str, list[float]] = {}
         for axis in set(sent).intersection(self.last.least_exposed):
-            of = [w.least_exposed[axis] for w in self.windows if axis in w.least_exposed and w.sent]
-            waits_s[axis] = np.median(of, 0).tolist()
+            # Each window counts once for each of its steps.
+            of = [
+                w.least_exposed[axis]
+                for w in self.windows
+                if axis in w.least_exposed
+                for _ in w.steps
+            ]
+            waits_s[axis] = np.median(of[WARMUP_STEPS:] or of, 0).tolist()
         for axis, groups_s in waits_s.items():
             calls, num_bytes = sent[axis]
             others = [(max(of), *sent[name]) for name, of in waits_s.items() if name != axis]
             is_slow = bool(others) and all(
                 min(groups_s) / calls >= SLOW_LINK * of_s / of_calls
-                and min(groups_s) / num_bytes >= SLOW_LINK / 2 * of_s / of_bytes
+                and min(groups_s) / num_bytes >= SLOW_BYTE * of_s / of_bytes
                 for of_s, of_calls, of_bytes in others
             )
             groups = groups_of(axes, axis)
