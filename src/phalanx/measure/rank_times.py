@@ -60,8 +60,8 @@ class RankWindow:
         slowest: for each step; None if no rank has more work than its peers, and for a step that
             follows a save.
         excess: term of WORK, or "work" -> for each step the rank that most exceeds the median of
-            its peers, and by how much; "stage TERM" with pp -> the same for the stage that most
-            exceeds the other stages, as its first rank.
+            its peers, by how much, and by how much it exceeds the next rank; "stage TERM" with pp
+            -> the same for the stage that most exceeds the others, as its first rank.
         least_exposed: mesh axis -> median over the steps of the shortest wait in a group of ranks,
             for each group: the rank that comes last waits only for the link.
         sent: mesh axis -> calls and bytes of rank 0 in a step; empty before they are counted.
@@ -74,7 +74,7 @@ class RankWindow:
     by_rank: Mapping[str, Sequence[float]]
     slowest: Sequence[Slowest | None]
     exposed: Mapping[str, Sequence[float]]
-    excess: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    excess: Mapping[str, Sequence[tuple[int, float, float]]] = field(default_factory=dict)
     least_exposed: Mapping[str, Sequence[float]] = field(default_factory=dict)
     sent: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
@@ -198,16 +198,17 @@ def window_of(
     stages = stages_of(axes)
     of_ranks, of_stages = _excess(np.stack([columns[term] for term in WORK]), stages, planned)
     every = {"": of_ranks, "stage ": of_stages} if len(stages) > 1 else {"": of_ranks}
-    most: dict[str, list[tuple[int, float]]] = {}
+    most: dict[str, list[tuple[int, float, float]]] = {}
     for level, excess in every.items():
         excess[:, :, [step in saved for step in steps]] = 0
         for name, of in zip((*WORK, "work"), [*excess, excess.sum(0)], strict=True):
-            pairs = zip(of.argmax(0).tolist(), of.max(0).round(7).tolist(), strict=True)
-            most[level + name] = list(pairs)
+            next_s, most_s = np.partition(of, -2, 0)[-2:].clip(0)
+            above = most_s.round(7).tolist(), (most_s - next_s).round(7).tolist()
+            most[level + name] = list(zip(of.argmax(0).tolist(), *above, strict=True))
     slowest: list[Slowest | None] = []
     for step in range(len(steps)):
         level = max(every, key=lambda level: most[f"{level}work"][step][1])
-        rank, seconds = most[f"{level}work"][step]
+        rank, seconds, _ = most[f"{level}work"][step]
         term = int(every[level][:, rank, step].argmax())
         above_s = min(seconds, round(float(every[level][term, rank, step]), 7))
         slowest.append(Slowest(rank, WORK[term], above_s) if above_s > 0 else None)

@@ -36,17 +36,22 @@ LEAST_S: Final = 5e-3
 
 LEAST_SHARE: Final = {
     "all": 0.1,
-    "other": 0.25,
+    "other": 0.4,
     "work": 0.2,
     "each": 0.25,
+    "either": 0.5,
     "few": 1.0,
     "link": 0.15,
 }
 """Least excess relative to a step: in all steps for one term, between steps (where rank 0 writes
-the records) and for all work together; on another rank each step; in few steps; and of a link."""
+the records) and for all work together; on another rank each step, also of two, where no majority
+tells which is late; in few steps; and of a link."""
 
 REGULAR: Final = 0.5
-"""In 4 of 5 steps the excess of a cause is at least this part of its median."""
+"""In most steps the excess of a cause is at least this part of its median."""
+
+MOST: Final = {True: 0.9, False: 0.8}
+"""Part of the steps that are most; the first of two peers, which differ by chance more often."""
 
 FEW: Final = 4
 """Fewest steps of the pattern "in few steps"; each exceeds the typical step by this factor too."""
@@ -130,7 +135,8 @@ class _Judged:
         walls = [median for window in windows for _, median, _ in window.spread["wall"]]
         self.wall_s = np.array(walls[WARMUP_STEPS:])
         self.step_s = float(np.median(self.wall_s)) if len(self.wall_s) else 0.0
-        # Term, or "work" -> an array [step, (latest rank, seconds)].
+        self.are_two = len(stages_of(self.last.axes)[0]) == 2
+        # See `RankWindow.excess`: arrays [step, (latest rank, seconds, seconds above the next)].
         self.late = {
             term: np.array([pair for window in windows for pair in window.excess[term]])
             for term in self.last.excess
@@ -140,20 +146,22 @@ class _Judged:
     def slow_ranks(self) -> Iterator[Straggler]:
         """Yield a cause for each term that makes ranks late."""
         for term, pairs in self.late.items():
-            ranks, seconds = pairs[WARMUP_STEPS:].T
+            ranks, seconds, gaps_s = pairs[WARMUP_STEPS:].T
             is_stage = term.startswith("stage")
             for members, whole in self._groups(is_stage=is_stage):
                 theirs_s = np.where(np.isin(ranks, members), seconds, 0.0)
                 # Each of them is the latest now and then, or else one alone is the cause.
-                counts = [(ranks == rank).mean() for rank in members]
-                if self._is_regular(theirs_s, term) and min(counts) >= 0.1:
+                if self._is_regular(theirs_s, term) and all(
+                    (ranks == rank).mean() >= 0.1 for rank in members
+                ):
                     yield self._cause(members, whole, term, theirs_s, "in all steps")
                     break
             else:
                 if term == "work" or is_stage:
                     continue
                 latest = Counter(map(int, ranks))
-                if self._is_regular(seconds, "each"):
+                # Of many ranks that share cores, another is always nearly as late.
+                if self._is_regular(gaps_s, "either" if self.are_two else "each"):
                     yield self._cause(sorted(latest), "ranks", term, seconds, "each step")
                     continue
                 least_s = max(LEAST_SHARE["few"] * self.step_s, FEW * float(np.median(seconds)))
@@ -177,10 +185,11 @@ class _Judged:
 
     def _is_regular(self, seconds: Array, of: str) -> bool:
         """Return whether the excess is large, and much the same in most steps."""
-        of = of.removeprefix("stage ")
-        typical, least = float(np.median(seconds)), LEAST_SHARE.get(of, LEAST_SHARE["all"])
+        level, _, name = of.rpartition(" ")
+        typical, least = float(np.median(seconds)), LEAST_SHARE.get(name, LEAST_SHARE["all"])
         is_much = typical >= max(LEAST_S, least * self.step_s)
-        return is_much and float(np.quantile(seconds, 0.2)) >= REGULAR * typical
+        few = 1 - MOST[self.are_two and not level]
+        return is_much and float(np.quantile(seconds, few)) >= REGULAR * typical
 
     def _cause(
         self, ranks: Sequence[int], whole: str, term: str, seconds: Array, pattern: str
