@@ -50,6 +50,7 @@ ACROSS = {
     "launch/test_supervisor.py": "local and heartbeat_monitor: a rank that stands still",
     "launch/test_watch_over_store.py": "watch and interface: hosts as network namespaces",
     "launch/test_ways_to_fail.py": "each way to fail by each launcher",
+    "measure/test_planted_causes.py": "straggler and rank_times: causes planted in real ranks",
     "parallel/context/test_attention.py": "ring, ulysses and partial beside whole attention",
     "parallel/context/test_context_memory.py": "ring and ulysses beside account/activations",
     "parallel/pipeline/test_stage_memory.py": "memory of the ranks of a pipeline",

@@ -5,20 +5,30 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+import torch
 
+from phalanx.comm.comm import Ranks
+from phalanx.comm.together import barrier
+from phalanx.comm.waits import around_waits
 from phalanx.launch.local import run_ranks
+from phalanx.measure.timer import StepTimer
+from phalanx.parallel.pipeline.runtime import Pipeline
 from phalanx.parallel.pipeline.schedule import Action, Schedule
-from phalanx.parallel.pipeline.simulate import Span, most_in_flight
+from phalanx.parallel.pipeline.simulate import Span, most_in_flight, simulate
 from phalanx.show.schedules import ShowSchedule, StageDurations, plan, schedule_of, stage_times
+from phalanx.train.step import TERMS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/pipeline"))
 
 from sleeping import (
     MeasureSchedule,
     RankRecord,
+    TimedStages,
+    half_square,
     joined,
     measure,
     measured_timeline,
@@ -71,6 +81,46 @@ def test_what_runs_is_what_was_planned(p: int, subtests: pytest.Subtests) -> Non
                 dict.fromkeys(schedule.stages_of(rank), gradient) for rank in range(p)
             ]
             check_order(schedule, records)
+
+
+def bubbles(p: int, times: StageDurations) -> list[list[float]]:
+    """Return the bubble of each schedule on this rank, for each of three steps."""
+    comm, found = Ranks({"pp": p}), list[list[float]]()
+    for text in SCHEDULES:
+        schedule = built(text, p, 4)
+        stages = TimedStages(schedule.num_stages, schedule.stages_of(comm.rank), times, 300)
+        pipeline = Pipeline(stages, comm, lambda _, schedule=schedule: schedule)
+        timer = StepTimer()
+
+        def phase(name: str, timer: StepTimer = timer) -> AbstractContextManager[None]:
+            return timer.phase(TERMS[name])
+
+        with around_waits(lambda _, axis, timer=timer: timer.wait(axis)):
+            for _ in range(4):
+                barrier()
+                timer.begin_step()
+                pipeline(range(4), torch.tensor, half_square, phase)
+                with phase("metrics"):
+                    comm.all_reduce(torch.zeros(1), "loss")
+                timer.end_step()
+        found.append([step.terms_s["bubble"] for step in timer.history][1:])
+    return found
+
+
+@pytest.mark.slow
+def test_the_bubble_of_each_rank_is_its_idle_time_in_the_simulation(
+    subtests: pytest.Subtests,
+) -> None:
+    p, times = 4, StageDurations(0.06, 0.06, 0.06)
+    ranks: list[list[list[float]]] = run_ranks(bubbles, p, p, times, threads=1)
+    for number, text in enumerate(SCHEDULES):
+        timeline = simulate(schedule := built(text, p, 4), times.of)
+        for rank, order in enumerate(schedule.orders):
+            with subtests.test(schedule=text, rank=rank):
+                idle_s = timeline.length - sum(map(times.of, order))
+                # Other work on these cores may lengthen a step, and shortens none.
+                bubble_s = min(ranks[rank][number])
+                assert bubble_s == pytest.approx(idle_s, rel=0.05, abs=0.01)
 
 
 def check_order(schedule: Schedule, records: list[RankRecord]) -> None:

@@ -37,10 +37,10 @@ def test_a_window_has_the_spread_and_the_slowest_rank_of_each_step() -> None:
 def test_a_rank_alone_in_its_stage_is_compared_with_the_other_stages_as_planned() -> None:
     ranks = [[times(forward=of)] for of in (10, 9, 28, 11)]
     assert window({"pp": 4}, *ranks).slowest == [(2, "forward", 18)]
-    assert window({"pp": 4}, *ranks, planned=[1, 1, 3, 1]).slowest == [None]
-    # Two of a stage: both are slow, and the slower of them is named.
+    assert window({"pp": 4}, *ranks, planned=[[1, 1, 1, 1], [1, 1, 3, 1]]).slowest == [None]
+    # Two of a stage: both are slow, and the first stands for the stage.
     ranks = [[times(forward=of)] for of in (10, 10, 30, 31)]
-    assert window({"pp": 2, "dp": 2}, *ranks).slowest == [(3, "forward", 21)]
+    assert window({"pp": 2, "dp": 2}, *ranks).slowest == [(2, "forward", 20)]
 
 
 def test_the_last_of_a_group_waits_for_the_link_alone() -> None:

@@ -7,6 +7,7 @@ gather       x   x           x           x            about once a second: one `
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,11 +17,15 @@ from numpy.typing import NDArray
 
 from phalanx.comm.axes import axes_of, flattened
 from phalanx.measure.timer import TERMS, StepTimes, Term
+from phalanx.report.tabular import Number, Table
 
 WORK: tuple[Term, ...] = ("data", "forward", "backward", "optimizer", "other")
 """Terms in which a rank waits for no other rank."""
 
-STAGE_TOLERANCE = 1.5
+WARMUP_STEPS = 3
+"""First steps of a run, which no rank is judged by."""
+
+STAGE_TOLERANCE = 2.0
 """Work of a stage relative to the other stages, up to which it counts as planned."""
 
 Times = NDArray[np.float64]
@@ -30,7 +35,8 @@ class Slowest(NamedTuple):
     """The rank that had the most work in a step, and the term that exceeds its peers' the most.
 
     Attributes:
-        excess_s: seconds above the median of its peers.
+        excess_s: seconds above the median of its peers; of a slow stage, whose first rank this is,
+            above the other stages.
     """
 
     rank: int
@@ -53,8 +59,10 @@ class RankWindow:
         by_rank: term, or "wall" -> mean over the steps, for each rank.
         slowest: for each step; None if no rank has more work than its peers, and for a step that
             follows a save.
-        exposed: mesh axis -> mean wait in exposed communication, for each rank.
-        least_exposed: mesh axis -> mean over the steps of the shortest wait in a group of ranks,
+        excess: term of WORK, or "work" -> for each step the rank that most exceeds the median of
+            its peers, by how much, and by how much it exceeds the next rank; "stage TERM" with pp
+            -> the same for the stage that most exceeds the others, as its first rank.
+        least_exposed: mesh axis -> median over the steps of the shortest wait in a group of ranks,
             for each group: the rank that comes last waits only for the link.
         sent: mesh axis -> calls and bytes of rank 0 in a step; empty before they are counted.
     """
@@ -66,8 +74,62 @@ class RankWindow:
     by_rank: Mapping[str, Sequence[float]]
     slowest: Sequence[Slowest | None]
     exposed: Mapping[str, Sequence[float]]
+    excess: Mapping[str, Sequence[tuple[int, float, float]]] = field(default_factory=dict)
     least_exposed: Mapping[str, Sequence[float]] = field(default_factory=dict)
     sent: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSummary:
+    """Times of a run's steps on every rank, in seconds a step: medians over windows, by steps.
+
+    Attributes:
+        num_steps: steps after the warm-up.
+        hosts: host of each rank.
+        terms_s: term, or "wall" -> each rank's time.
+        exposed_s: mesh axis -> each rank's exposed communication.
+    """
+
+    num_steps: int
+    hosts: Sequence[str]
+    terms_s: Mapping[str, Sequence[float]]
+    exposed_s: Mapping[str, Sequence[float]]
+
+    def table(self) -> Table:
+        """Return a table of least, median and most over ranks, and the rank of the most."""
+        rows: list[Sequence[str | float]] = []
+        wall_s = statistics.mean(self.terms_s["wall"])
+        named = {"communication": [(f"  over {axis}", of) for axis, of in self.exposed_s.items()]}
+        for term, times_s in self.terms_s.items():
+            term = "step (wall)" if term == "wall" else term
+            for name, of in [(term, times_s), *named.get(term, [])]:
+                rank = max(range(len(of)), key=of.__getitem__)
+                least, most, share = min(of), max(of), statistics.mean(of) / wall_s
+                rows.append((name, least, statistics.median(of), most, f"rank {rank}", share))
+        numbers = [Number(f"{name} ms", ",.1f", 1e-3) for name in ("least", "median", "most")]
+        heads = ("term", *numbers, "most on", Number("share, %", ".1f", 0.01))
+        return Table(f"Where {self.num_steps:,} steps went, by rank", heads, rows)
+
+
+def summarize_ranks(windows: Sequence[RankWindow]) -> RankSummary | None:
+    """Summarize the windows after the warm-up, or all of a shorter run; None without windows."""
+    begin = windows[0].steps[0] + WARMUP_STEPS if windows else 0
+    windows = [window for window in windows if window.steps[0] >= begin] or windows
+    if not windows:
+        return None
+
+    def typical(of: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+        names = dict.fromkeys(name for each in of for name in each)
+        repeated = [each for each, w in zip(of, windows, strict=True) for _ in w.steps]
+        none = [0.0] * len(windows[0].hosts)
+        return {n: np.median([each.get(n, none) for each in repeated], 0).tolist() for n in names}
+
+    return RankSummary(
+        num_steps=sum(len(window.steps) for window in windows),
+        hosts=windows[-1].hosts,
+        terms_s=typical([window.by_rank for window in windows]),
+        exposed_s=typical([window.exposed for window in windows]),
+    )
 
 
 def groups_of(axes: Mapping[str, int], name: str) -> list[list[int]]:
@@ -105,7 +167,7 @@ def window_of(
     tables: Sequence[Times],
     *,
     saved: Collection[int] = (),
-    planned: Sequence[float] | None = None,
+    planned: Sequence[Sequence[float]] = (),
     sent: Mapping[str, tuple[int, float]] | None = None,
 ) -> RankWindow:
     """Return the window of `steps`, given the table of each rank.
@@ -116,7 +178,7 @@ def window_of(
         axes: mesh axes of the job.
         tables: for each rank the result of `table_of`.
         saved: steps that follow a save.
-        planned: work of each stage in forward and backward, in any unit; None for equal stages.
+        planned: work of each stage in forward and backward, by one or several measures.
         sent: see `RankWindow`.
     """
     names = [*TERMS, "wall", *_wait_axes(axes)]
@@ -129,52 +191,58 @@ def window_of(
         by_rank[name] = of.mean(1).round(7).tolist()
     exposed = {name: columns[name] for name in _wait_axes(axes) if columns[name].any()}
     least = {
-        name: [round(of[ranks].min(0).mean().item(), 7) for ranks in groups_of(axes, name)]
+        name: [round(float(np.median(of[ranks].min(0))), 7) for ranks in groups_of(axes, name)]
         for name, of in exposed.items()
         if name != "world"
     }
-    found = _slowest(np.stack([columns[term] for term in WORK]), stages_of(axes), planned)
+    stages = stages_of(axes)
+    of_ranks, of_stages = _excess(np.stack([columns[term] for term in WORK]), stages, planned)
+    every = {"": of_ranks, "stage ": of_stages} if len(stages) > 1 else {"": of_ranks}
+    most: dict[str, list[tuple[int, float, float]]] = {}
+    for level, excess in every.items():
+        excess[:, :, [step in saved for step in steps]] = 0
+        for name, of in zip((*WORK, "work"), [*excess, excess.sum(0)], strict=True):
+            next_s, most_s = np.partition(of, -2, 0)[-2:].clip(0)
+            above = most_s.round(7).tolist(), (most_s - next_s).round(7).tolist()
+            most[level + name] = list(zip(of.argmax(0).tolist(), *above, strict=True))
+    slowest: list[Slowest | None] = []
+    for step in range(len(steps)):
+        level = max(every, key=lambda level: most[f"{level}work"][step][1])
+        rank, seconds, _ = most[f"{level}work"][step]
+        term = int(every[level][:, rank, step].argmax())
+        above_s = min(seconds, round(float(every[level][term, rank, step]), 7))
+        slowest.append(Slowest(rank, WORK[term], above_s) if above_s > 0 else None)
     return RankWindow(
         steps=[*steps],
         hosts=hosts,
         axes=axes,
         spread=spread,
         by_rank=by_rank,
-        slowest=[None if at in saved else of for at, of in zip(steps, found, strict=True)],
+        slowest=slowest,
+        excess=most,
         exposed={axis: of.mean(1).round(7).tolist() for axis, of in exposed.items()},
         least_exposed=least,
         sent=sent or {},
     )
 
 
-def _slowest(
-    work: Times, stages: Sequence[Sequence[int]], planned: Sequence[float] | None
-) -> list[Slowest | None]:
-    """Return the slowest rank of each step, given its work [term, rank, step]."""
-    excess = np.zeros_like(work)
+def _excess(
+    work: Times, stages: Sequence[Sequence[int]], planned: Sequence[Sequence[float]]
+) -> tuple[Times, Times]:
+    """Return by how much work [term, rank, step] exceeds the peers', and a stage's the others'."""
+    of_ranks, of_stages = np.zeros_like(work), np.zeros_like(work)
     typical = np.stack([_low_median(work[:, ranks], 1) for ranks in stages], 1)
+    # A stage is slow only if it takes longer than its part by each measure, and an equal part.
+    is_model = np.array([[term in ("forward", "backward")] for term in WORK])
+    expected = np.zeros_like(typical)
+    for weights in (np.ones(len(stages)), *map(np.array, planned)):
+        parts = np.where(is_model, np.maximum(weights / weights.mean(), 1e-3), 1.0)[:, :, None]
+        expected = np.maximum(expected, _low_median(typical / parts, 1)[:, None] * parts)
+    is_slow = typical.sum(0) > STAGE_TOLERANCE * expected.sum(0)  # [stage, step]
     for stage, ranks in enumerate(stages):
-        excess[:, ranks] = work[:, ranks] - typical[:, stage : stage + 1]
-    if len(stages) > 1:
-        # The time of a small layer does not follow from its FLOPs, so a stage is slow only if it
-        # takes longer than an equal part too.
-        weights = np.ones(len(stages)) if planned is None else np.array(planned)
-        parts = np.maximum(weights / weights.mean(), 1e-3)
-        is_model = np.array([term in ("forward", "backward") for term in WORK])
-        scale = np.where(is_model[:, None], parts, 1.0)[:, :, None]
-        as_planned = _low_median(typical / scale, 1)[:, None] * scale
-        expected = np.maximum(as_planned, _low_median(typical, 1)[:, None])
-        over = typical.sum(0) > STAGE_TOLERANCE * expected.sum(0)  # [stage, step]
-        for stage, ranks in enumerate(stages):
-            excess[:, ranks] += ((typical - expected)[:, stage] * over[stage])[:, None]
-    rank = excess.sum(0).argmax(0)
-    by_term = excess[:, rank, np.arange(len(rank))]  # [term, step]
-    term = by_term.argmax(0)
-    most = np.minimum(by_term.max(0), by_term.sum(0))
-    return [
-        Slowest(int(r), WORK[t], round(float(s), 7)) if s > 0 else None
-        for r, t, s in zip(rank, term, most, strict=True)
-    ]
+        of_ranks[:, ranks] = work[:, ranks] - typical[:, stage : stage + 1]
+        of_stages[:, ranks[0]] = (typical - expected)[:, stage] * is_slow[stage]
+    return of_ranks, of_stages
 
 
 def _low_median(values: Times, dim: int) -> Times:

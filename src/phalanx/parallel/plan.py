@@ -148,14 +148,21 @@ class Plan(Generic[Model]):
         return next((s.chain.cut for s in self._splits if isinstance(s, PipelineSplit)), None)
 
     @property
-    def stage_flops(self) -> list[float] | None:
-        """FLOPs per token of each pp coordinate; None without pp, or if the model is no decoder."""
+    def stage_parts(self) -> list[list[float]]:
+        """Layers of each pp coordinate, and for a decoder FLOPs per token; empty without pp.
+
+        FLOPs do not tell the time of a small layer, so neither alone is what a stage may take.
+        """
         shape, cut, schedule = self._whole.skeleton.shape, self.cut, self.schedule(1)
-        if shape is None or cut is None or schedule is None:
-            return None
-        of_stages = stage_costs(chain_flops(shape), cut)
+        if cut is None or schedule is None:
+            return []
+        of_stages = [[float(len(links)) for links in cut]]
+        if shape is not None:
+            of_stages.append(stage_costs(chain_flops(shape), cut))
         ranks = range(len(schedule.orders))
-        return [sum(of_stages[stage] for stage in schedule.stages_of(rank)) for rank in ranks]
+        return [
+            [sum(of[at] for at in schedule.stages_of(rank)) for rank in ranks] for of in of_stages
+        ]
 
     def schedule(self, num_microbatches: int) -> Schedule | None:
         """Return the pipeline schedule of a step, the actions of each rank; None without pp."""

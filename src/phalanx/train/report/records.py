@@ -252,7 +252,7 @@ class Records:
                 comm.axes,
                 tables,
                 saved=self._after_save,
-                planned=self.session.plan.stage_flops,
+                planned=self.session.plan.stage_parts,
                 sent=self._sent(),
             )
             self.windows.append(window)

@@ -25,6 +25,8 @@ SAMPLE_LINES = 8
 def parts_of(summary: Summary, *, report: bool) -> Iterator[Part]:
     """Yield the tables if `report` is set, and the result last, at the bottom of the screen."""
     yield ""
+    if summary.straggler is not None:
+        yield from (summary.straggler, "")
     if report:
         yield from _tables(summary)
     yield columns([*_results(summary)], TEXT)
@@ -88,7 +90,11 @@ def _results(summary: Summary) -> Iterator[tuple[str, str]]:
 def _tables(summary: Summary) -> Iterator[Part]:
     """Yield the tables, each with an empty line below."""
     if summary.steps is not None:
-        yield from (summary_table(summary.steps), summary.advice or "", "")
+        if summary.ranks is None or summary.steps.doubt is not None:
+            yield summary_table(summary.steps)
+        else:
+            yield summary.ranks.table()
+        yield from (summary.advice or "", "")
         if summary.predicted is not None and summary.predicted.time_s:
             yield from (summary.predicted.table(), "")
     if summary.sent:

@@ -11,6 +11,8 @@ from phalanx.checkpoint import manifest
 from phalanx.comm.ledger import Entry
 from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.measure.memory_report import MemoryReport, resident_peak_bytes
+from phalanx.measure.rank_times import RankSummary, summarize_ranks
+from phalanx.measure.straggler import accuse
 from phalanx.measure.summary import StepSummary, advice, summarize
 from phalanx.measure.utilization import Utilization
 from phalanx.report.output import values_of
@@ -33,6 +35,8 @@ class Summary:
         num_steps: steps that this process took.
         seconds: duration of this process's part, with evaluations and checkpoints.
         steps: time of the steps by term; None if no step was taken.
+        straggler: sentence on the rank, stage, host or link that the others wait for, or None.
+        ranks: times of the steps on every rank, known to rank 0 of several; else None.
         utilization: FLOP utilization of the median step, with parameter servers of worker 0; None
             if not known.
         unit: unit over which the loss is averaged, such as "tokens" or "samples".
@@ -59,6 +63,8 @@ class Summary:
     num_steps: int
     seconds: float
     steps: StepSummary | None
+    straggler: str | None
+    ranks: RankSummary | None
     utilization: Utilization | None
     unit: str
     batches_per_s: float | None
@@ -160,12 +166,15 @@ def summarize_run(records: Records) -> Summary:
         "tokenizer": session.out / TOKENIZER,
     }
     sample = session.sample()
+    straggler = accuse(records.windows)
     summary = Summary(
         run=session.title(),
         steps_done=session.step.steps_done,
         num_steps=records.num_steps,
         seconds=records.seconds,
         steps=steps,
+        straggler=None if straggler is None else straggler.text(),
+        ranks=summarize_ranks(records.windows),
         utilization=records.utilization() if is_timed else None,
         unit=session.unit,
         batches_per_s=None if wall_s is None else 1 / wall_s,
