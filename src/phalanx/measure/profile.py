@@ -96,11 +96,11 @@ class Profile:
         return self._action_of(self._num_steps)
 
     def begin_step(self, step: int) -> None:
-        """Begin a step, `step` counted from 1 in the run."""
-        self._step = step
+        """Begin a step, `step` counted from 1 in the run; drop a step that has begun already."""
+        self._open.close()
+        self._step, self.recorder = step, None
         if self.is_over or self._action not in _ACTIVE:
             return
-        self._unix_s = time.time()
         self.recorder = SpanRecorder(self._comm, self._phases)
         # torch's name of a step, by which tools find it.
         self._open.enter_context(record_function(f"ProfilerStep#{self._num_steps}"))
@@ -187,7 +187,9 @@ class Profile:
     ) -> None:
         if self._failure is not None:
             return
-        spans = recorder.spans(end_s, switches)
+        times_s = [at_s for _, at_s in switches if isinstance(at_s, float)]  # a GPU's are events
+        begin_s, end_s = (times_s[0], times_s[-1]) if times_s else (recorder.begin_s, end_s)
+        spans = recorder.spans(begin_s, end_s, switches if times_s else ())
         if terms_s is None:
             terms_s = dict[Any, float]()
             for span in spans:
@@ -201,9 +203,9 @@ class Profile:
             strategy=str(self._strategy),
             axes=self._comm.axes,
             coords={axis: self._comm.coord(axis) for axis in self._comm.axes},
-            begin_s=recorder.begin_s,
+            begin_s=begin_s,
             end_s=end_s,
-            unix_s=self._unix_s,
+            unix_s=time.time() - clock.now() + begin_s,
             terms_s=dict(terms_s),
             spans=spans,
         ).write(self._run)

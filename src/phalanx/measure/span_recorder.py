@@ -37,7 +37,9 @@ from phalanx.comm.waits import around_waits
 from phalanx.measure import clock
 from phalanx.measure.spans import CollectiveSpan, ComputeSpan, CounterSample, Span, WaitSpan
 
-_ACTION = re.compile(r"pp (\d+(F|B|I|W)(\d+))")
+_ACTION = re.compile(r"pp (\d+([A-Z]+(?:_[FB])?)(\d+))")
+_COMPUTES = ("F", "B", "I", "W")
+
 _SNAP_S = 50e-6
 """Longest time between the begin of a wait for the timer and its begin for the recorder."""
 
@@ -113,7 +115,8 @@ class SpanRecorder(Ledger):
         elif name.startswith("microbatch "):
             changes["microbatch"] = int(name.removeprefix("microbatch "))
         elif action:
-            changes |= {"part": action[1], "microbatch": int(action[3])}
+            word = "part" if action[2] in _COMPUTES else "of"
+            changes |= {word: action[1], "microbatch": int(action[3])}
         elif name in self._blocks and not _ACTION.fullmatch(f"pp {self._label.part}"):
             changes["part"] = name
         elif name.startswith("gradient bucket "):
@@ -233,12 +236,13 @@ class SpanRecorder(Ledger):
     def _term(self, label: _Label) -> str:
         return "communication" if label.axis else self._phases.get(label.phase, "other")
 
-    def spans(self, end_s: float, switches: Sequence[tuple[Any, Any]] = ()) -> list[Span]:
-        """Return the spans up to `end_s`; `switches` are those of a `StepTimer`."""
-        if not switches or not isinstance(switches[0][1], float):  # a GPU's are no times
-            switches = [(self._term(label), at_s) for at_s, label in self._marks]
+    def spans(
+        self, begin_s: float, end_s: float, switches: Sequence[tuple[Any, float]] = ()
+    ) -> list[Span]:
+        """Return the spans of a step; without `switches` of a `StepTimer`, phases give the terms."""
+        terms = switches or [(self._term(label), at_s) for at_s, label in self._marks]
         return [
-            *_cut(self._marks, switches, self.begin_s, end_s),
+            *_cut(self._marks, terms, begin_s, end_s),
             *(replace(each.span, exposed_s=each.exposed_s) for each in self._collectives),
             *self._samples,
         ]
@@ -251,7 +255,7 @@ def _cut(
     end_s: float,
 ) -> Iterator[ComputeSpan | WaitSpan]:
     """Yield the spans of the rank's thread: cut at each mark and each switch."""
-    times = {at_s for at_s, _ in marks} | {at_s for _, at_s in switches} | {end_s}
+    times = {at_s for at_s, _ in marks} | {at_s for _, at_s in switches} | {begin_s, end_s}
     bounds = sorted(at_s for at_s in times if begin_s <= at_s <= end_s)
     mark = switch = 0
     pieces: list[tuple[float, float, str, _Label]] = []
@@ -262,16 +266,18 @@ def _cut(
             switch += 1
         term, label = switches[switch][0], marks[mark][1]._replace(of="")
         pieces.append((first_s, last_s, term if isinstance(term, str) else term[0], label))
-    # timer       forward   |          communication         | forward
-    # recorder    forward      |       waits for dp       |    forward
-    # spans       forward   |          waits for dp          | forward
+    # A span that is short only because the timer and the recorder read the clock one after the
+    # other joins a neighbor of its term:
+    #
+    #   timer       forward   |          communication         | forward
+    #   recorder    forward      |       waits for dp       |    forward
+    #   spans       forward   |          waits for dp          | forward
     joined: list[tuple[float, float, str, _Label]] = []
     for place, (first_s, last_s, term, label) in enumerate(pieces):
-        is_short = last_s - first_s < _SNAP_S and label.axis is None
-        if is_short and term in ("communication", "bubble"):
-            for near in (*pieces[place + 1 : place + 2], *joined[-1:]):
-                if near[2] == term and near[3].axis is not None:
-                    label = near[3]
+        near = [each for each in (*joined[-1:], *pieces[place + 1 : place + 2]) if each[2] == term]
+        near.sort(key=lambda each: each[3].axis is None)  # a wait first
+        if near and label.axis is None and last_s - first_s < _SNAP_S:
+            label = near[0][3]
         if joined and joined[-1][2:] == (term, label):
             joined[-1] = (joined[-1][0], last_s, term, label)
         else:

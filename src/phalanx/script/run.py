@@ -18,7 +18,9 @@ are too large to gather is named: `backward(mean_of_rows=loss, count=len(labels)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +28,8 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.comm import Ranks
+from phalanx.comm.together import broadcast_object
+from phalanx.config.profile import ProfileOptions
 from phalanx.errors import ScriptError
 from phalanx.launch.heartbeat import PULSE
 from phalanx.parallel.batch_norm import Statistics
@@ -39,6 +43,7 @@ from phalanx.script.saves import Saves
 from phalanx.script.weight_average import WeightAverage
 from phalanx.script.whole_weights import load_whole, whole_state
 from phalanx.strategy import Strategy
+from phalanx.train.job.run_folder import new_folder
 
 
 class Run:
@@ -206,6 +211,68 @@ class Run:
             )
         checked = loss_of_call(loss, former, weights, mean_of_rows, sum_of_rows, count)
         return step.add(checked, retain_graph)
+
+    @contextmanager
+    def profile(
+        self,
+        *,
+        wait: int = 1,
+        warmup: int = 1,
+        active: int = 1,
+        repeat: int = 1,
+        record_shapes: bool = False,
+        profile_memory: bool = False,
+        with_stack: bool = False,
+        with_flops: bool = False,
+        folder: str | Path | None = None,
+    ) -> Generator[None]:
+        """Profile optimizer steps inside, by torch.profiler; all ranks enter and leave together.
+
+            with run.profile(wait=1, warmup=1, active=2):  # the third and the fourth step
+                for inputs, labels in loader: ...
+
+        Each rank writes a trace below `folder`/trace, by default of a new folder in runs/. There
+        is no `step()` to call: the run knows where a step ends.
+
+        Args:
+            wait: steps at the begin of a cycle that are not observed.
+            warmup: steps after them whose observations are dropped.
+            active: steps after them that are recorded.
+            repeat: number of cycles; 0 for any number.
+            record_shapes: see torch.profiler, as for the other switches.
+            profile_memory: whether to record allocations.
+            with_stack: whether to record lines of source.
+            with_flops: whether to estimate FLOPs of operators.
+            folder: folder of the run.
+
+        Raises:
+            ScriptError: no model is prepared, or a profile is open already.
+            ConfigError: an option has another type or is out of range.
+        """
+        model, step = self._prepared.require_model("profile")
+        options = ProfileOptions(
+            wait=wait,
+            warmup=warmup,
+            active=active,
+            repeat=repeat,
+            record_shapes=record_shapes,
+            profile_memory=profile_memory,
+            with_stack=with_stack,
+            with_flops=with_flops,
+        )
+        if step.profile is not None:
+            raise ScriptError("profile: another profile of this run is open; close it first")
+        if self._is_mute:  # a proof's process writes nothing
+            yield
+            return
+        from phalanx.script.loop_profile import LoopProfile
+
+        name = Path(sys.argv[0]).stem or "script"
+        new = broadcast_object(Path(folder or new_folder(name, self.strategy)))
+        self.print(f"phalanx: profiles steps into {new / 'trace'}", file=sys.stderr)
+        job = self._prepared.job
+        with LoopProfile(new, job, options, model, step).observing(model):
+            yield
 
     def clip(self, max_norm: float, p: float = 2.0) -> Tensor:
         """Scale the gradients so that their p-norm is at most `max_norm`; all ranks call this.
