@@ -57,9 +57,10 @@ class ProfileOptions:
             name, has_value, value = (word.strip() for word in part.partition("="))
             if not has_value or name not in known or name in values:
                 twice = f", but {name} is set before" if name in values else ""
+                near = "" if name in known else nearest(name, list(known))
                 raise ConfigError(
                     f"profile: '{part}' in '{text}'{twice}; expected NAME=VALUE once for each "
-                    f"name, with a name of {', '.join(known)}{nearest(name, list(known))}"
+                    f"name, with a name of {', '.join(known)}{near}"
                 )
             try:
                 values[name] = read_text(known[name].hint, value)

@@ -15,6 +15,7 @@ then, and all ranks end the profile together.
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import time
@@ -89,6 +90,8 @@ class Profile:
         self._open = ExitStack()
         self._folder = run / "trace"
         self._partial = self._folder / f".rank{comm.rank}"  # of a trace that is not whole
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch prints its start and end
+        shutil.rmtree(self._partial, ignore_errors=True)  # of a run that was killed
         self._prepare()
 
     @property

@@ -81,7 +81,7 @@ class SpanRecorder(Ledger):
         self._collectives: list[_Collective] = []
         self._numbers = Counter[tuple[Any, ...]]()
         self._at: dict[int, _Collective] = {}  # address of a tensor -> its latest collective
-        self._num_in_flight = 0
+        self._num_in_flight, self._is_pipeline = 0, comm.size("pp") > 1
         self._blocks = dict[str, list[AbstractContextManager[Any]]]()
         self._open = ExitStack()
 
@@ -117,7 +117,7 @@ class SpanRecorder(Ledger):
         elif action:
             word = "part" if action[2] in _COMPUTES else "of"
             changes |= {word: action[1], "microbatch": int(action[3])}
-        elif name in self._blocks and not _ACTION.fullmatch(f"pp {self._label.part}"):
+        elif name in self._blocks:
             changes["part"] = name
         elif name.startswith("gradient bucket "):
             changes["of"] = name.removeprefix("gradient ")
@@ -130,10 +130,10 @@ class SpanRecorder(Ledger):
         try:
             yield
         finally:
-            own, is_pipeline = self._label, bool(_ACTION.fullmatch(f"pp {self._label.part}"))
+            own = self._label
             self.switch(**before._asdict())
             # The end of a microbatch's forward, or of what is left of its backward.
-            if action or (name in ("forward", "backward") and not is_pipeline):
+            if action or not self._is_pipeline:
                 step = {"forward": 1, "F": 1, "backward": -1, "B": -1, "W": -1}
                 change = step.get(action[2] if action else name, 0)
                 if change and own.microbatch is not None:
@@ -145,14 +145,14 @@ class SpanRecorder(Ledger):
         if self._label.axis is not None:  # within another wait
             yield
             return
-        begin_s, before = clock.now(), self.switch(axis=axis)
+        before, begin_s = self.switch(axis=axis), self._marks[-1][0]
         try:
             yield
         finally:
             self.switch(**before._asdict())
             waited = None if tensor is None else self._at.get(_address(tensor))
             if waited is not None:
-                end_s = clock.now()
+                end_s = self._marks[-1][0]
                 waited.exposed_s += end_s - begin_s
                 if not waited.has_ended:
                     waited.span = replace(waited.span, end_s=end_s)
@@ -197,7 +197,7 @@ class SpanRecorder(Ledger):
     def around_blocks(self, blocks: Sequence[tuple[str, nn.Module]]) -> Generator[None]:
         """Name the forward and backward of blocks inside, by hooks."""
         with ExitStack() as hooks:
-            for name, block in blocks:
+            for name, block in () if self._is_pipeline else blocks:  # whose parts are actions
                 if block._compiled_call_impl is not None:  # pyright: ignore[reportPrivateUsage]
                     continue  # a hook would compile it again
                 self._blocks[name] = []
@@ -220,8 +220,7 @@ class SpanRecorder(Ledger):
 
     def _after(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         def begin(_: Tensor) -> None:
-            if not _ACTION.fullmatch(f"pp {self._label.part}"):
-                self.switch(part=name)
+            self.switch(part=name)
 
         if self._blocks[name]:
             self._blocks[name].pop().__exit__(None, None, None)
@@ -255,7 +254,8 @@ def _cut(
     end_s: float,
 ) -> Iterator[ComputeSpan | WaitSpan]:
     """Yield the spans of the rank's thread: cut at each mark and each switch."""
-    times = {at_s for at_s, _ in marks} | {at_s for _, at_s in switches} | {begin_s, end_s}
+    marked, switched = {at_s for at_s, _ in marks}, {at_s for _, at_s in switches}
+    times = marked | switched | {begin_s, end_s}
     bounds = sorted(at_s for at_s in times if begin_s <= at_s <= end_s)
     mark = switch = 0
     pieces: list[tuple[float, float, str, _Label]] = []
@@ -276,7 +276,8 @@ def _cut(
     for place, (first_s, last_s, term, label) in enumerate(pieces):
         near = [each for each in (*joined[-1:], *pieces[place + 1 : place + 2]) if each[2] == term]
         near.sort(key=lambda each: each[3].axis is None)  # a wait first
-        if near and label.axis is None and last_s - first_s < _SNAP_S:
+        is_between = (first_s in marked) != (last_s in marked) and marked != switched
+        if near and is_between and label.axis is None and last_s - first_s < _SNAP_S:
             label = near[0][3]
         if joined and joined[-1][2:] == (term, label):
             joined[-1] = (joined[-1][0], last_s, term, label)

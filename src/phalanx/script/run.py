@@ -18,11 +18,13 @@ are too large to gather is named: `backward(mean_of_rows=loss, count=len(labels)
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ from phalanx.comm.comm import Ranks
 from phalanx.comm.together import broadcast_object
 from phalanx.config.profile import ProfileOptions
 from phalanx.errors import ScriptError
+from phalanx.launch.attach import at_end
 from phalanx.launch.heartbeat import PULSE
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.checks import check_arguments
@@ -44,6 +47,10 @@ from phalanx.script.weight_average import WeightAverage
 from phalanx.script.whole_weights import load_whole, whole_state
 from phalanx.strategy import Strategy
 from phalanx.train.job.run_folder import new_folder
+
+
+PROFILE: Final = "PHALANX_PROFILE"
+"""Environment variable by which `phalanx run --profile` passes its options to the script."""
 
 
 class Run:
@@ -72,6 +79,7 @@ class Run:
         self.comm = comm
         self.strategy = strategy
         self.accumulation = accumulation
+        self._is_profiled = False  # by the command line
         self._prepared = Prepared(JobSettings(comm, strategy, accumulation, seed, name, nonfinite))
         self._saves = Saves(self._prepared, str(strategy), self.print)
 
@@ -160,6 +168,11 @@ class Run:
             ConfigError: the strategy cannot split the model or a loader's batches.
         """
         prepared = self._prepared.take(objects, batch_norm, roles)
+        if (asked := os.environ.get(PROFILE)) and self._prepared.step and not self._is_profiled:
+            self._is_profiled, stack = True, ExitStack()
+            options = dataclasses.asdict(ProfileOptions.parse(asked))
+            stack.enter_context(self.profile(**options))
+            at_end(f"profile of {self._prepared.job.name}", lambda _: stack.close())
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def backward(
