@@ -56,7 +56,9 @@ def names_of_a_step(texts: list[str]) -> dict[str, set[str]]:
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             step(split(batch, comm.coord("data"), comm.size("data"), 2))
         names = {event.name for event in profiled.events() or ()}
-        found[text] = names | {re.sub(r"( (blocks\.\d|rest))? [\d.e-]+ MiB$", "", name) for name in names}
+        found[text] = names | {
+            re.sub(r"( (blocks\.\d|rest))? [\d.e-]+ MiB$", "", name) for name in names
+        }
     return found
 
 

@@ -224,7 +224,11 @@ def test_a_run_that_is_killed_leaves_whole_files_and_resumes(tmp_path: Path) -> 
     run = tmp_path / "run"
     assert {read_spans(file).step for file in span_files(run)} == {3}
     assert not traces(run)
-    train(small_run(tmp_path, 60, resume=str(run), out=None, profile=OPTIONS, steps=6, shape=TWO_BLOCKS))
+    train(
+        small_run(
+            tmp_path, 60, resume=str(run), out=None, profile=OPTIONS, steps=6, shape=TWO_BLOCKS
+        )
+    )
     assert {read_spans(file).step for file in span_files(run)} == {3, 5, 6}
     assert sorted(traces(run)) == ["rank0", "rank1"]
     assert not list((run / "trace").glob(".rank*"))

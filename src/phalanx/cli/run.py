@@ -87,7 +87,9 @@ def run(argv: list[str]) -> int:
             "too; call phalanx.init in its place, or start the script by python or torchrun"
         )
     # A script that does not name phalanx trains by other means, each time at full length.
-    is_due = config.proof and config.profile is None and strategy.num_ranks > 1 and b"phalanx" in text
+    is_due = (
+        config.proof and config.profile is None and strategy.num_ranks > 1 and b"phalanx" in text
+    )
     proved = cache_folder(None) / "proved" / fingerprint(text, own, strategy, phalanx.__version__)
     if is_due and device != "cpu":
         report(

@@ -84,7 +84,7 @@ class Phases:
 
 
 class CallWatch(Phases):
-    """Sees each collective, and no other operator, inside `with watch:`; see [Note: Calls alone]."""
+    """Sees each collective inside `with watch:`, and no other operator; [Note: Calls alone]."""
 
     _is_inside = False  # a call, whose inner calls are not seen
 

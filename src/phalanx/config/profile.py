@@ -69,4 +69,6 @@ class ProfileOptions:
         return cls(**values)
 
     def __str__(self) -> str:
-        return ",".join(f"{name}={value}".lower() for name, value in dataclasses.asdict(self).items())
+        return ",".join(
+            f"{name}={value}".lower() for name, value in dataclasses.asdict(self).items()
+        )

@@ -24,7 +24,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 from torch.profiler import (

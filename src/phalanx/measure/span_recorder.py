@@ -18,13 +18,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -82,6 +83,7 @@ class SpanRecorder(Ledger):
         self._numbers = Counter[tuple[Any, ...]]()
         self._at: dict[int, _Collective] = {}  # address of a tensor -> its latest collective
         self._num_in_flight, self._is_pipeline = 0, comm.size("pp") > 1
+        self._is_cuda = comm.device.type == "cuda"
         self._blocks = dict[str, list[AbstractContextManager[Any]]]()
         self._open = ExitStack()
 
@@ -159,8 +161,9 @@ class SpanRecorder(Ledger):
 
     @override
     def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
-        begin_s, peer = clock.now(), call.arguments.get({"send": "dst", "recv": "src"}.get(call.op))
-        peer = None if peer is None else call.ranks[peer]
+        begin_s, peer = clock.now(), None
+        if call.op in ("send", "recv"):
+            peer = call.ranks[call.arguments["dst" if call.op == "send" else "src"]]
         key = call.op, call.ranks, peer
         span = CollectiveSpan(
             begin_s=begin_s,
@@ -185,11 +188,18 @@ class SpanRecorder(Ledger):
         if isinstance(result, SharedTransfer):
             collective.has_ended = result.has_ended
             result.on_end = partial(self._ended, collective, is_known=True)
+        work = result
+        while isinstance(work, list | tuple) and work:
+            work = work[-1]
+        if isinstance(work, torch.ScriptObject) and not self._is_cuda:
+            with suppress(RuntimeError):  # gloo has no future of a message
+                future: Any = dist.Work.unbox(work).get_future()
+                future.add_done_callback(partial(self._ended, collective, is_known=True))
         for tensor in _tensors(result):  # of a functional collective
             self._at.setdefault(_address(tensor), collective)
         return result
 
-    def _ended(self, collective: _Collective, *, is_known: bool = False) -> None:
+    def _ended(self, collective: _Collective, *_: Any, is_known: bool = False) -> None:
         collective.has_ended |= is_known
         collective.span = replace(collective.span, end_s=clock.now())
 
@@ -238,7 +248,7 @@ class SpanRecorder(Ledger):
     def spans(
         self, begin_s: float, end_s: float, switches: Sequence[tuple[Any, float]] = ()
     ) -> list[Span]:
-        """Return the spans of a step; without `switches` of a `StepTimer`, phases give the terms."""
+        """Return the spans of a step; without a timer's `switches`, phases give the terms."""
         terms = switches or [(self._term(label), at_s) for at_s, label in self._marks]
         return [
             *_cut(self._marks, terms, begin_s, end_s),

@@ -60,7 +60,9 @@ def use_engine(
         is_read_at_once = functools.partial(_is_read_at_once, trained, has_replicas)
         part = group.names[0] or "rest"
         for module in cast(list[FSDPModule], modules):
-            gathers[module] = ShardGather(engine, part)  # FSDP2 uses the one of a group's last module
+            gathers[module] = ShardGather(
+                engine, part
+            )  # FSDP2 uses the one of a group's last module
             module.set_custom_all_gather(gathers[module])
             module.set_custom_reduce_scatter(ShardReduction(engine, last, is_read_at_once, part))
 

@@ -39,8 +39,9 @@ class LoopProfile:
     ) -> None:  # fmt: skip
         """Observe the next steps; every rank calls this together."""
         phases = {**TERMS, "data": "data", "other": "other"}
-        known = {"model": model, "phases": phases, "say": report}
-        self._profile = Profile(folder, job.comm, job.strategy, options, **known)
+        self._profile = Profile(
+            folder, job.comm, job.strategy, options, model=model, phases=phases, say=report
+        )
         self._step, self._phase, self._is_open = step, "", False
         self._range = ExitStack()
 

@@ -48,7 +48,6 @@ from phalanx.script.whole_weights import load_whole, whole_state
 from phalanx.strategy import Strategy
 from phalanx.train.job.run_folder import new_folder
 
-
 PROFILE: Final = "PHALANX_PROFILE"
 """Environment variable by which `phalanx run --profile` passes its options to the script."""
 
