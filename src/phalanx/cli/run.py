@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import THREADS, TIMEOUT_S, Positional, Range
-from phalanx.config.profile import ProfileOptions
+from phalanx.config.profile_options import ProfileOptions
 from phalanx.data.cache import cache_folder, fingerprint
 from phalanx.errors import ConfigError, Interrupted
 from phalanx.launch.rank_env import is_under_torchrun

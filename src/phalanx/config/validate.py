@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from phalanx.config.fields import check_values
-from phalanx.config.profile import ProfileOptions
+from phalanx.config.profile_options import ProfileOptions
 from phalanx.config.schema import MOST_ROWS, BatchConfig, OptimizerConfig, RunConfig, TrainConfig
 from phalanx.errors import BatchError, ConfigError
 from phalanx.strategy import Strategy, check_ranks, require_built

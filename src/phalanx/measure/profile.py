@@ -9,7 +9,7 @@
     spans                      written  written
     clocks                   compared          compared
 
-Ranks communicate at both ends of the active steps only. A rank that cannot write goes on until
+Ranks communicate at both ends of the active steps only. A rank that cannot write continues until
 then, and all ranks end the profile together.
 """
 
@@ -36,7 +36,7 @@ from torch.profiler import (
 
 from phalanx.comm.comm import Comm
 from phalanx.comm.together import first_object, reason_of
-from phalanx.config.profile import ProfileOptions
+from phalanx.config.profile_options import ProfileOptions
 from phalanx.measure import clock
 from phalanx.measure.span_recorder import SpanRecorder
 from phalanx.measure.spans import ComputeSpan, StepSpans, WaitSpan

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from phalanx.comm.ranges import named
-from phalanx.config.profile import ProfileOptions
+from phalanx.config.profile_options import ProfileOptions
 from phalanx.launch.failure import report
 from phalanx.measure.profile import Profile
 from phalanx.train.step import TERMS
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class LoopProfile:
-    """Steps a `Profile` by what `LoopStep` and the loaders tell it."""
+    """Steps a `Profile` by the calls of `LoopStep` and of the loaders."""
 
     def __init__(
         self, folder: Path, job: JobSettings, options: ProfileOptions, model: nn.Module,

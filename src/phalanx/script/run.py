@@ -31,7 +31,7 @@ from torch import Tensor
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import broadcast_object
-from phalanx.config.profile import ProfileOptions
+from phalanx.config.profile_options import ProfileOptions
 from phalanx.errors import ScriptError
 from phalanx.launch.attach import at_end
 from phalanx.launch.heartbeat import PULSE
@@ -225,53 +225,23 @@ class Run:
         return step.add(checked, retain_graph)
 
     @contextmanager
-    def profile(
-        self,
-        *,
-        wait: int = 1,
-        warmup: int = 1,
-        active: int = 1,
-        repeat: int = 1,
-        record_shapes: bool = False,
-        profile_memory: bool = False,
-        with_stack: bool = False,
-        with_flops: bool = False,
-        folder: str | Path | None = None,
-    ) -> Generator[None]:
+    def profile(self, *, folder: str | Path | None = None, **options: int) -> Generator[None]:
         """Profile optimizer steps inside, by torch.profiler; all ranks enter and leave together.
 
             with run.profile(wait=1, warmup=1, active=2):  # the third and the fourth step
                 for inputs, labels in loader: ...
 
-        Each rank writes a trace below `folder`/trace, by default of a new folder in runs/. There
-        is no `step()` to call: the run knows where a step ends.
-
-        Args:
-            wait: steps at the begin of a cycle that are not observed.
-            warmup: steps after them whose observations are dropped.
-            active: steps after them that are recorded.
-            repeat: number of cycles; 0 for any number.
-            record_shapes: see torch.profiler, as for the other switches.
-            profile_memory: whether to record allocations.
-            with_stack: whether to record lines of source.
-            with_flops: whether to estimate FLOPs of operators.
-            folder: folder of the run.
+        The run itself steps the profile. Each rank writes a trace below `folder`/trace, by default
+        of a new folder in runs/. `options` are wait, warmup, active, repeat, record_shapes,
+        profile_memory, with_stack and with_flops, see `ProfileOptions`.
 
         Raises:
             ScriptError: no model is prepared, or a profile is open already.
-            ConfigError: an option has another type or is out of range.
+            ConfigError: there is no such option, or its value is not legal.
         """
         model, step = self._prepared.require_model("profile")
-        options = ProfileOptions(
-            wait=wait,
-            warmup=warmup,
-            active=active,
-            repeat=repeat,
-            record_shapes=record_shapes,
-            profile_memory=profile_memory,
-            with_stack=with_stack,
-            with_flops=with_flops,
-        )
+        text = ",".join(f"{name}={value}" for name, value in options.items())
+        parsed = ProfileOptions.parse(text) if options else ProfileOptions()
         if step.profile is not None:
             raise ScriptError("profile: another profile of this run is open; close it first")
         if self._is_mute:  # a proof's process writes nothing
@@ -282,8 +252,7 @@ class Run:
         name = Path(sys.argv[0]).stem or "script"
         new = broadcast_object(Path(folder or new_folder(name, self.strategy)))
         self.print(f"phalanx: profiles steps into {new / 'trace'}", file=sys.stderr)
-        job = self._prepared.job
-        with LoopProfile(new, job, options, model, step).observing(model):
+        with LoopProfile(new, self._prepared.job, parsed, model, step).observing(model):
             yield
 
     def clip(self, max_norm: float, p: float = 2.0) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -18,14 +17,11 @@ class ProfileOptions:
     and `active` steps that are recorded.
 
     Attributes:
-        repeat: number of cycles; with 0 they go on until the run ends.
+        repeat: number of cycles; with 0 they repeat until the run ends.
         record_shapes: whether the trace has the shapes of the inputs of operators.
         profile_memory: whether it has allocations.
         with_stack: whether it has the lines of source that called the operators.
         with_flops: whether it has the FLOPs of matrix products and convolutions.
-
-    Raises:
-        ConfigError: a value has another type or is out of range.
     """
 
     wait: Annotated[int, Range(0)] = 1
@@ -36,13 +32,6 @@ class ProfileOptions:
     profile_memory: bool = False
     with_stack: bool = False
     with_flops: bool = False
-
-    def __post_init__(self) -> None:
-        for setting in settings(type(self)):
-            try:
-                check_value(setting, getattr(self, setting.key))
-            except ConfigError as error:
-                raise ConfigError(f"profile: {error}") from None
 
     @classmethod
     def parse(cls, text: str) -> ProfileOptions:
@@ -66,9 +55,8 @@ class ProfileOptions:
                 values[name] = read_text(known[name].hint, value)
             except ConfigError as error:
                 raise ConfigError(f"profile: {name} is {error}") from None
+            try:
+                check_value(known[name], values[name])
+            except ConfigError as error:
+                raise ConfigError(f"profile: {error}") from None
         return cls(**values)
-
-    def __str__(self) -> str:
-        return ",".join(
-            f"{name}={value}".lower() for name, value in dataclasses.asdict(self).items()
-        )
