@@ -136,7 +136,9 @@ class Profile:
         self._open.close()
         if self._is_recording and not is_failed:
             self._finish()
-        elif self._profiler is not None and self._is_recording:
+        elif self._profiler is not None:
+            if not self._is_recording:  # as torch.profiler ends a warm-up
+                self._profiler.start_trace()
             self._profiler.stop_trace()
         self._profiler, self.is_over = None, True
 
