@@ -7,6 +7,8 @@ import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -234,3 +236,11 @@ def test_a_run_that_is_killed_leaves_whole_files_and_resumes(tmp_path: Path) -> 
     assert {read_spans(file).step for file in span_files(run)} > {3}
     assert sorted(traces(run)) == ["rank0", "rank1"]
     assert not list((run / "trace").glob(".rank*"))
+
+
+@pytest.mark.slow
+def test_a_run_without_a_profile_imports_none_of_this() -> None:
+    code = "import sys, phalanx.train.loop, phalanx.script.run, phalanx.script.session; "
+    code += "print([name for name in sys.modules if 'measure.profile' in name or 'span' in name])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
