@@ -48,7 +48,7 @@ from torch.library import Library
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.comm.calls import NAMESPACES, Call, collectives_of, read_call
+from phalanx.comm.calls import KINDS, NAMESPACES, Call, read_call
 
 Result = TypeVar("Result")
 
@@ -116,10 +116,12 @@ def _registered() -> Iterator[Library]:
     """Register `_run_kernel` for all collectives of the dispatcher."""
     for namespace in NAMESPACES:
         library = Library(namespace, "IMPL")
-        for operator in collectives_of(namespace):
-            name = operator.name().partition("::")[2]
-            kernel = partial(_run_kernel, operator)
-            library.impl(name, kernel, "BackendSelect", with_keyset=True)
+        packets = [getattr(getattr(torch.ops, namespace), name, None) for name in KINDS]
+        for packet in filter(None, packets):
+            for overload in packet.overloads():
+                operator = getattr(packet, overload)
+                name, kernel = operator.name().partition("::")[2], partial(_run_kernel, operator)
+                library.impl(name, kernel, "BackendSelect", with_keyset=True)
         yield library
 
 
