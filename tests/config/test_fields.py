@@ -131,6 +131,6 @@ def test_every_setting_can_be_replaced_and_read_back(key: str, data: st.DataObje
 
 
 def test_a_run_keeps_what_another_start_of_it_needs() -> None:
-    left = {"out", "resume", "nproc", "report", "batch.accumulation"}
+    left = {"out", "resume", "nproc", "report", "profile", "batch.accumulation"}
     left |= {"server.coordinator", "server.worker", "server.secret"}
     assert set(KEYS) - set(stored_settings(TrainConfig())) == left

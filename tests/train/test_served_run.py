@@ -151,6 +151,7 @@ def test_other_consistencies_learn(strategy: str, tmp_path: Path) -> None:
     [
         ("dp2:local/4", {"steps": 6}, "synchronize only after every 4 steps; the nearest is 8"),
         ("dp2:ps", {"steps": 4, "debug_comm": True}, "has none; leave debug_comm out"),
+        ("dp2:ps", {"steps": 4, "profile": "active=1"}, "profile without servers, such as dp2"),
         ("dp2:local/2", {"steps": 4, "server": ServerConfig(rule="sgd")}, "server.rule is sgd"),
         (
             "dp2:local/2",

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import THREADS, TIMEOUT_S, Positional, Range
+from phalanx.config.profile_options import ProfileOptions
 from phalanx.data.cache import cache_folder, fingerprint
 from phalanx.errors import ConfigError, Interrupted
 from phalanx.launch.rank_env import is_under_torchrun
@@ -34,6 +35,8 @@ class ScriptRunConfig:
     """Longest wait of one process for another, in seconds."""
     proof: bool = True
     """Compare the first steps of a new script, or of a changed one, with one process."""
+    profile: str | None = None
+    """Steps to profile, as of `phalanx train`, into a new folder of runs/; without a proof."""
 
 
 def run(argv: list[str]) -> int:
@@ -57,6 +60,8 @@ def run(argv: list[str]) -> int:
             "phalanx run starts its own processes, but this process is already a rank, as under "
             f"torchrun; start the script with torchrun directly: torchrun ... {path}"
         )
+    if config.profile is not None:
+        ProfileOptions.parse(config.profile)
     from phalanx.script.arguments import check_python
 
     check_python(path)
@@ -82,7 +87,9 @@ def run(argv: list[str]) -> int:
             "too; call phalanx.init in its place, or start the script by python or torchrun"
         )
     # A script that does not name phalanx trains by other means, each time at full length.
-    is_due = config.proof and strategy.num_ranks > 1 and b"phalanx" in text
+    is_due = (
+        config.proof and config.profile is None and strategy.num_ranks > 1 and b"phalanx" in text
+    )
     proved = cache_folder(None) / "proved" / fingerprint(text, own, strategy, phalanx.__version__)
     if is_due and device != "cpu":
         report(
@@ -93,7 +100,7 @@ def run(argv: list[str]) -> int:
     if is_due and device == "cpu" and not is_proved(proved):
         ends = run_proved(str(path), own, strategy, config.strategy, proved, **options)
     else:
-        given = (str(path), own, config.strategy)
+        given = (str(path), own, config.strategy, config.profile)
         ends = run_ranks(run_script, strategy.num_ranks, *given, **options)
     if any(signum for signum, _ in ends):
         raise Interrupted(*max(ends))

@@ -7,14 +7,13 @@ and the pipeline runtime by `read_call`; our own engines report theirs by `watch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._ops import OpOverload
 
 NAMESPACES = ("c10d", "_c10d_functional")
 
@@ -38,7 +37,7 @@ _OPS = {
 }
 """Name of a collective -> its dispatcher ops."""
 
-_KIND = {op: name for name, ops in _OPS.items() for op in ops.split()}
+KINDS = {op: name for name, ops in _OPS.items() for op in ops.split()}
 
 _NO_COLLECTIVE = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
 """Ops of the namespaces above that do not communicate."""
@@ -91,19 +90,11 @@ def read_call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ca
     name = func._schema.name.split("::")[1]
     if name in _NO_COLLECTIVE:
         return None
-    if name not in _KIND:
+    if name not in KINDS:
         raise NotImplementedError(f"the collective {func} is not known to phalanx.comm.calls")
     names = (argument.name for argument in func._schema.arguments)
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    return Call(_KIND[name], _group(func, arguments), arguments)
-
-
-def collectives_of(namespace: str) -> Iterator[OpOverload]:
-    """Yield the collectives of the table above that a namespace of the dispatcher has."""
-    packets = getattr(torch.ops, namespace)
-    for name in _KIND:
-        if (packet := getattr(packets, name, None)) is not None:
-            yield from (getattr(packet, overload) for overload in packet.overloads())
+    return Call(KINDS[name], _group(func, arguments), arguments)
 
 
 def group_named(name: Any) -> dist.ProcessGroup:

@@ -48,7 +48,7 @@ from torch.library import Library
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.comm.calls import NAMESPACES, Call, collectives_of, read_call
+from phalanx.comm.calls import KINDS, NAMESPACES, Call, read_call
 
 Result = TypeVar("Result")
 
@@ -84,9 +84,7 @@ class Phases:
 
 
 class CallWatch(Phases):
-    """Sees each collective, and no other operator, inside `with watch:`; see [Note: Calls alone]."""
-
-    _is_inside = False  # a call, whose inner calls are not seen
+    """Sees each collective inside `with watch:`, and no other operator; [Note: Calls alone]."""
 
     def __enter__(self) -> Self:
         if not _LIBRARIES:
@@ -108,16 +106,6 @@ class CallWatch(Phases):
         del call
         return run()
 
-    def run_outer_call(self, call: Call, run: Callable[[], Any]) -> Any:
-        """Run a collective by `run_call` unless it is part of another collective."""
-        if self._is_inside:
-            return run()
-        self._is_inside = True
-        try:
-            return self.run_call(call, run)
-        finally:
-            self._is_inside = False
-
 
 _CALL_WATCHES: Final[list[CallWatch]] = []
 _LIBRARIES: Final[list[Library]] = []
@@ -128,22 +116,31 @@ def _registered() -> Iterator[Library]:
     """Register `_run_kernel` for all collectives of the dispatcher."""
     for namespace in NAMESPACES:
         library = Library(namespace, "IMPL")
-        for operator in collectives_of(namespace):
-            name = operator.name().partition("::")[2]
-            kernel = partial(_run_kernel, operator)
-            library.impl(name, kernel, "BackendSelect", with_keyset=True)
+        packets = [getattr(getattr(torch.ops, namespace), name, None) for name in KINDS]
+        for packet in filter(None, packets):
+            for overload in packet.overloads():
+                operator = getattr(packet, overload)
+                name, kernel = operator.name().partition("::")[2], partial(_run_kernel, operator)
+                library.impl(name, kernel, "BackendSelect", with_keyset=True)
         yield library
 
 
 def _run_kernel(operator: OpOverload, keys: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
     """Run a collective of the dispatcher as a call for each `CallWatch`."""
-    run: Callable[[], Any] = partial(operator.redispatch, keys & _BACKENDS, *args, **kwargs)
-    if watches := [watch for watch in _CALL_WATCHES if watch.is_here]:
-        called = read_call(operator, args, kwargs)
-        assert called is not None, f"{operator} is a collective"
-        for watch in watches:
-            run = partial(watch.run_outer_call, called, run)
-    return run()
+    watches = [watch for watch in _CALL_WATCHES if watch.is_here]
+    # Private; `unwatched` excludes this key. tests/comm/test_watch.py pins it.
+    if not watches or torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.Python):  # pyright: ignore[reportPrivateUsage]
+        return operator.redispatch(keys & _BACKENDS, *args, **kwargs)
+
+    def start() -> Any:
+        with unwatched():  # the collectives of which a functional one consists
+            return operator.redispatch(keys & _BACKENDS, *args, **kwargs)
+
+    each, called = start, read_call(operator, args, kwargs)
+    assert called is not None, f"{operator} is a collective"
+    for watch in watches:
+        each = partial(watch.run_call, called, each)
+    return each()
 
 
 class Watch(Phases, TorchDispatchMode):
@@ -225,11 +222,8 @@ def call(
 
     each: Callable[[], Result] = start
     called = Call(op, group, arguments)
-    for watch in active():  # the innermost one runs first
-        each = partial(watch.run_call, called, each)
-    for watch in _CALL_WATCHES:
-        if watch.is_here:
-            each = partial(watch.run_outer_call, called, each)
+    for watch in (*active(), *(watch for watch in _CALL_WATCHES if watch.is_here)):
+        each = partial(watch.run_call, called, each)  # the last one runs first
     return each()
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from phalanx.config.fields import check_values
+from phalanx.config.profile_options import ProfileOptions
 from phalanx.config.schema import MOST_ROWS, BatchConfig, OptimizerConfig, RunConfig, TrainConfig
 from phalanx.errors import BatchError, ConfigError
 from phalanx.strategy import Strategy, check_ranks, require_built
@@ -27,6 +28,8 @@ def check(config: TrainConfig) -> None:
     """
     check_values(config)
     check_best(config)
+    if config.profile is not None:
+        ProfileOptions.parse(config.profile)
     if (name := (config.best or "").partition(":")[2]) not in ("", "loss", "bits_per_byte"):
         raise ConfigError(
             f"best is {config.best}, but an evaluation of text has no {name}; expected min:loss or "

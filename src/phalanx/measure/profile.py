@@ -9,12 +9,13 @@
     spans                      written  written
     clocks                   compared          compared
 
-Ranks communicate at both ends of the active steps only. A rank that cannot write goes on until
+Ranks communicate at both ends of the active steps only. A rank that cannot write continues until
 then, and all ranks end the profile together.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import time
@@ -35,7 +36,7 @@ from torch.profiler import (
 
 from phalanx.comm.comm import Comm
 from phalanx.comm.together import first_object, reason_of
-from phalanx.config.profile import ProfileOptions
+from phalanx.config.profile_options import ProfileOptions
 from phalanx.measure import clock
 from phalanx.measure.span_recorder import SpanRecorder
 from phalanx.measure.spans import ComputeSpan, StepSpans, WaitSpan
@@ -88,6 +89,8 @@ class Profile:
         self._open = ExitStack()
         self._folder = run / "trace"
         self._partial = self._folder / f".rank{comm.rank}"  # of a trace that is not whole
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or torch prints its start and end
+        shutil.rmtree(self._partial, ignore_errors=True)  # of a run that was killed
         self._prepare()
 
     @property
@@ -95,11 +98,11 @@ class Profile:
         return self._action_of(self._num_steps)
 
     def begin_step(self, step: int) -> None:
-        """Begin a step, `step` counted from 1 in the run."""
-        self._step = step
+        """Begin a step, `step` counted from 1 in the run; drop a step that has begun already."""
+        self._open.close()
+        self._step, self.recorder = step, None
         if self.is_over or self._action not in _ACTIVE:
             return
-        self._unix_s = time.time()
         self.recorder = SpanRecorder(self._comm, self._phases)
         # torch's name of a step, by which tools find it.
         self._open.enter_context(record_function(f"ProfilerStep#{self._num_steps}"))
@@ -133,7 +136,9 @@ class Profile:
         self._open.close()
         if self._is_recording and not is_failed:
             self._finish()
-        elif self._profiler is not None and self._is_recording:
+        elif self._profiler is not None:
+            if not self._is_recording:  # as torch.profiler ends a warm-up
+                self._profiler.start_trace()
             self._profiler.stop_trace()
         self._profiler, self.is_over = None, True
 
@@ -186,7 +191,9 @@ class Profile:
     ) -> None:
         if self._failure is not None:
             return
-        spans = recorder.spans(end_s, switches)
+        times_s = [at_s for _, at_s in switches if isinstance(at_s, float)]  # a GPU's are events
+        begin_s, end_s = (times_s[0], times_s[-1]) if times_s else (recorder.begin_s, end_s)
+        spans = recorder.spans(begin_s, end_s, switches if times_s else ())
         if terms_s is None:
             terms_s = dict[Any, float]()
             for span in spans:
@@ -200,9 +207,9 @@ class Profile:
             strategy=str(self._strategy),
             axes=self._comm.axes,
             coords={axis: self._comm.coord(axis) for axis in self._comm.axes},
-            begin_s=recorder.begin_s,
+            begin_s=begin_s,
             end_s=end_s,
-            unix_s=self._unix_s,
+            unix_s=time.time() - clock.now() + begin_s,
             terms_s=dict(terms_s),
             spans=spans,
         ).write(self._run)

@@ -1,7 +1,7 @@
 """Record the spans of one step on this rank, see measure/spans.py.
 
-A `SpanRecorder` is a ledger of bytes that keeps each collective it counts, so the collectives of a
-trace are those of the ledger, with its bytes. Ranges (comm.ranges) say what the rank's thread does,
+A `SpanRecorder` is a ledger of bytes that keeps each collective it counts, so a trace has the
+collectives and the bytes of the ledger. Ranges (comm.ranges) say what the rank's thread does,
 and waits (comm.waits) for whom it waits:
 
     ranges       microbatch 0, forward ...............| microbatch 0, backward .......
@@ -16,15 +16,17 @@ A span ends wherever one of them changes. What the spans count toward, the timer
 from __future__ import annotations
 
 import re
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -37,12 +39,16 @@ from phalanx.comm.waits import around_waits
 from phalanx.measure import clock
 from phalanx.measure.spans import CollectiveSpan, ComputeSpan, CounterSample, Span, WaitSpan
 
-_ACTION = re.compile(r"pp (\d+(F|B|I|W)(\d+))")
-_SNAP_S = 50e-6
-"""Longest time between the begin of a wait for the timer and its begin for the recorder."""
+_ACTION: Final = re.compile(r"pp (\d+([A-Z]+(?:_[FB])?)(\d+))")
+
+_COMPUTES: Final = {"F": 1, "B": -1, "I": 0, "W": -1}
+"""Compute of a pipeline -> how it changes the number of microbatches in flight."""
+
+_SNAP_S: Final = 50e-6
+"""Longest time between the reading of the clock by the timer and by the recorder."""
 
 
-class _Label(NamedTuple):
+class _Activity(NamedTuple):
     """What the rank's thread does; `axis` is the axis that it waits for, None if it computes."""
 
     phase: str = "other"
@@ -50,15 +56,6 @@ class _Label(NamedTuple):
     part: str = ""
     axis: str | None = None
     of: str = ""
-
-
-@dataclass
-class _Collective:
-    """A collective that may be under way; `span.end_s` is its end so far."""
-
-    span: CollectiveSpan
-    exposed_s: float = 0.0
-    has_ended: bool = False  # known from the engine
 
 
 class SpanRecorder(Ledger):
@@ -72,15 +69,17 @@ class SpanRecorder(Ledger):
         """Begin now; `phases` are the names of ranges that are phases, each with its term."""
         super().__init__(comm)
         self._phases = phases
-        self._label = _Label()
+        self._label = _Activity()
         self.begin_s = clock.now()
         self._marks = [(self.begin_s, self._label)]
         self._samples: list[CounterSample] = []
-        self._collectives: list[_Collective] = []
+        self._calls: list[CollectiveSpan] = []
+        self._has_ended: set[int] = set()  # calls whose end is known, by their index
         self._numbers = Counter[tuple[Any, ...]]()
-        self._at: dict[int, _Collective] = {}  # address of a tensor -> its latest collective
-        self._num_in_flight = 0
+        self._call_at: dict[int, int] = {}  # address of a tensor -> index of its latest call
         self._blocks = dict[str, list[AbstractContextManager[Any]]]()
+        self._is_cuda, self._is_pipeline = comm.device.type == "cuda", comm.size("pp") > 1
+        self._num_in_flight = 0
         self._open = ExitStack()
 
     def __enter__(self) -> SpanRecorder:
@@ -97,7 +96,7 @@ class SpanRecorder(Ledger):
         """Add a sample of a counter, by default of now."""
         self._samples.append(CounterSample(clock.now() if at_s is None else at_s, counter, values))
 
-    def switch(self, **changes: Any) -> _Label:
+    def switch(self, **changes: Any) -> _Activity:
         """Change what the thread does, until the next switch; return what it did before."""
         before, self._label = self._label, self._label._replace(**changes)
         self.phase_name = self._label.phase
@@ -106,35 +105,31 @@ class SpanRecorder(Ledger):
 
     @contextmanager
     def _in_range(self, name: str, of: str) -> Generator[None]:
-        changes: dict[str, Any] = {}
-        action = _ACTION.fullmatch(name)
+        action, changes = _ACTION.fullmatch(name), dict[str, Any]({"of": of} if of else {})
         if name in self._phases:
             changes["phase"] = name
+        elif name in self._blocks:
+            changes["part"] = name
         elif name.startswith("microbatch "):
             changes["microbatch"] = int(name.removeprefix("microbatch "))
-        elif action:
-            changes |= {"part": action[1], "microbatch": int(action[3])}
-        elif name in self._blocks and not _ACTION.fullmatch(f"pp {self._label.part}"):
-            changes["part"] = name
         elif name.startswith("gradient bucket "):
             changes["of"] = name.removeprefix("gradient ")
-        elif of:
-            changes["of"] = of
-        if not changes:
-            yield
-            return
-        before = self.switch(**changes)
+        elif action:
+            changes["part" if action[2] in _COMPUTES else "of"] = action[1]
+            changes["microbatch"] = int(action[3])
+        before = self.switch(**changes) if changes else self._label
         try:
             yield
         finally:
-            own, is_pipeline = self._label, bool(_ACTION.fullmatch(f"pp {self._label.part}"))
-            self.switch(**before._asdict())
-            # The end of a microbatch's forward, or of what is left of its backward.
-            if action or (name in ("forward", "backward") and not is_pipeline):
-                step = {"forward": 1, "F": 1, "backward": -1, "B": -1, "W": -1}
-                change = step.get(action[2] if action else name, 0)
-                if change and own.microbatch is not None:
-                    self._num_in_flight += change
+            if changes:
+                in_flight = 0
+                if self._is_pipeline:
+                    in_flight = _COMPUTES.get(action[2], 0) if action else 0
+                elif self._label.microbatch is not None:
+                    in_flight = {"forward": 1, "backward": -1}.get(name, 0)
+                self.switch(**before._asdict())
+                if in_flight:
+                    self._num_in_flight += in_flight
                     self.sample("in flight", {"microbatches": self._num_in_flight})
 
     @contextmanager
@@ -142,22 +137,22 @@ class SpanRecorder(Ledger):
         if self._label.axis is not None:  # within another wait
             yield
             return
-        begin_s, before = clock.now(), self.switch(axis=axis)
+        before, begin_s = self.switch(axis=axis), self._marks[-1][0]
         try:
             yield
         finally:
             self.switch(**before._asdict())
-            waited = None if tensor is None else self._at.get(_address(tensor))
-            if waited is not None:
-                end_s = clock.now()
-                waited.exposed_s += end_s - begin_s
-                if not waited.has_ended:
-                    waited.span = replace(waited.span, end_s=end_s)
+            if tensor is not None and (index := self._call_at.get(tensor.data_ptr())) is not None:
+                end_s = self._marks[-1][0]
+                exposed_s = self._calls[index].exposed_s + end_s - begin_s
+                self._calls[index] = replace(self._calls[index], exposed_s=exposed_s)
+                self._ended(index, end_s)
 
     @override
     def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
-        begin_s, peer = clock.now(), call.arguments.get({"send": "dst", "recv": "src"}.get(call.op))
-        peer = None if peer is None else call.ranks[peer]
+        begin_s, peer, index = clock.now(), None, len(self._calls)
+        if call.op in ("send", "recv"):
+            peer = call.ranks[call.arguments["dst" if call.op == "send" else "src"]]
         key = call.op, call.ranks, peer
         span = CollectiveSpan(
             begin_s=begin_s,
@@ -173,28 +168,42 @@ class SpanRecorder(Ledger):
             label=self._label.of or self._label.part,
         )
         self._numbers[key] += 1
-        collective = _Collective(span)
-        self._collectives.append(collective)
-        for tensor in _tensors((call.inputs, call.outputs)):
-            self._at[_address(tensor)] = collective
+        self._calls.append(span)
         result = super().run_call(call, run)
-        self._ended(collective)
+        for tensor in _tensors((call.inputs, call.outputs, result)):
+            self._call_at[tensor.data_ptr()] = index
+        # The end of a collective, from the best source that there is:
+        #   shared memory      when its last step has run
+        #   gloo               when its future is done; messages have none
+        #   else               when this thread has waited for it
+        self._ended(index, clock.now())
         if isinstance(result, SharedTransfer):
-            collective.has_ended = result.has_ended
-            result.on_end = partial(self._ended, collective, is_known=True)
-        for tensor in _tensors(result):  # of a functional collective
-            self._at.setdefault(_address(tensor), collective)
+            result.on_end = partial(self._end_now, index)
+            if result.has_ended:
+                self._has_ended.add(index)
+        work = result
+        while isinstance(work, list | tuple) and work:
+            work = work[-1]
+        if isinstance(work, torch.ScriptObject) and not self._is_cuda:
+            with suppress(RuntimeError):
+                future: Any = dist.Work.unbox(work).get_future()
+                future.add_done_callback(partial(self._end_now, index))
         return result
 
-    def _ended(self, collective: _Collective, *, is_known: bool = False) -> None:
-        collective.has_ended |= is_known
-        collective.span = replace(collective.span, end_s=clock.now())
+    def _end_now(self, index: int, _: Any = None) -> None:
+        self._has_ended.discard(index)
+        self._ended(index, clock.now())
+        self._has_ended.add(index)
+
+    def _ended(self, index: int, at_s: float) -> None:
+        if index not in self._has_ended:
+            self._calls[index] = replace(self._calls[index], end_s=at_s)
 
     @contextmanager
     def around_blocks(self, blocks: Sequence[tuple[str, nn.Module]]) -> Generator[None]:
         """Name the forward and backward of blocks inside, by hooks."""
         with ExitStack() as hooks:
-            for name, block in blocks:
+            for name, block in () if self._is_pipeline else blocks:  # whose parts are actions
                 if block._compiled_call_impl is not None:  # pyright: ignore[reportPrivateUsage]
                     continue  # a hook would compile it again
                 self._blocks[name] = []
@@ -217,8 +226,7 @@ class SpanRecorder(Ledger):
 
     def _after(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         def begin(_: Tensor) -> None:
-            if not _ACTION.fullmatch(f"pp {self._label.part}"):
-                self.switch(part=name)
+            self.switch(part=name)
 
         if self._blocks[name]:
             self._blocks[name].pop().__exit__(None, None, None)
@@ -230,53 +238,54 @@ class SpanRecorder(Ledger):
             if tensor.requires_grad and torch.is_grad_enabled():
                 tensor.register_hook(hook)
 
-    def _term(self, label: _Label) -> str:
+    def _term(self, label: _Activity) -> str:
         return "communication" if label.axis else self._phases.get(label.phase, "other")
 
-    def spans(self, end_s: float, switches: Sequence[tuple[Any, Any]] = ()) -> list[Span]:
-        """Return the spans up to `end_s`; `switches` are those of a `StepTimer`."""
-        if not switches or not isinstance(switches[0][1], float):  # a GPU's are no times
-            switches = [(self._term(label), at_s) for at_s, label in self._marks]
+    def spans(
+        self, begin_s: float, end_s: float, switches: Sequence[tuple[Any, float]] = ()
+    ) -> list[Span]:
+        """Return the spans of a step; without a timer's `switches`, phases give the terms."""
+        terms = switches or [(self._term(label), at_s) for at_s, label in self._marks]
         return [
-            *_cut(self._marks, switches, self.begin_s, end_s),
-            *(replace(each.span, exposed_s=each.exposed_s) for each in self._collectives),
+            *_cut(self._marks, terms, begin_s, end_s),
+            *self._calls,
             *self._samples,
         ]
 
 
 def _cut(
-    marks: Sequence[tuple[float, _Label]],
+    marks: Sequence[tuple[float, _Activity]],
     switches: Sequence[tuple[Any, float]],
     begin_s: float,
     end_s: float,
 ) -> Iterator[ComputeSpan | WaitSpan]:
     """Yield the spans of the rank's thread: cut at each mark and each switch."""
-    times = {at_s for at_s, _ in marks} | {at_s for _, at_s in switches} | {end_s}
+    # The timer and the recorder read the clock one after the other, so marks move to switches:
+    #
+    #   timer       forward   |          communication         | forward
+    #   recorder    forward      |       waits for dp       |    forward
+    #   spans       forward   |          waits for dp          | forward
+    switched, snapped = [at_s for _, at_s in switches], list[tuple[float, _Activity]]()
+    for at_s, label in marks:
+        place = bisect(switched, at_s)
+        near_s = min(switched[max(0, place - 1) : place + 1], key=lambda each: abs(each - at_s))
+        at_s = near_s if abs(near_s - at_s) < _SNAP_S else at_s
+        snapped.append((at_s, label._replace(of="")))
+    times = {*switched, *(at_s for at_s, _ in snapped), begin_s, end_s}
     bounds = sorted(at_s for at_s in times if begin_s <= at_s <= end_s)
     mark = switch = 0
-    pieces: list[tuple[float, float, str, _Label]] = []
+    pieces: list[tuple[float, float, str, _Activity]] = []
     for first_s, last_s in pairwise(bounds):
-        while mark + 1 < len(marks) and marks[mark + 1][0] <= first_s:
+        while mark + 1 < len(snapped) and snapped[mark + 1][0] <= first_s:
             mark += 1
         while switch + 1 < len(switches) and switches[switch + 1][1] <= first_s:
             switch += 1
-        term, label = switches[switch][0], marks[mark][1]._replace(of="")
-        pieces.append((first_s, last_s, term if isinstance(term, str) else term[0], label))
-    # timer       forward   |          communication         | forward
-    # recorder    forward      |       waits for dp       |    forward
-    # spans       forward   |          waits for dp          | forward
-    joined: list[tuple[float, float, str, _Label]] = []
-    for place, (first_s, last_s, term, label) in enumerate(pieces):
-        is_short = last_s - first_s < _SNAP_S and label.axis is None
-        if is_short and term in ("communication", "bubble"):
-            for near in (*pieces[place + 1 : place + 2], *joined[-1:]):
-                if near[2] == term and near[3].axis is not None:
-                    label = near[3]
-        if joined and joined[-1][2:] == (term, label):
-            joined[-1] = (joined[-1][0], last_s, term, label)
-        else:
-            joined.append((first_s, last_s, term, label))
-    for first_s, last_s, term, label in joined:
+        term, label = switches[switch][0], snapped[mark][1]
+        kind = term if isinstance(term, str) else term[0], label
+        if pieces and pieces[-1][2:] == kind:
+            first_s = pieces.pop()[0]
+        pieces.append((first_s, last_s, *kind))
+    for first_s, last_s, term, label in pieces:
         if label.axis is None:
             yield ComputeSpan(first_s, last_s, term, label.phase, label.microbatch, label.part)
         else:
@@ -289,8 +298,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple | dict):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _tensors(each)
-
-
-def _address(tensor: Tensor) -> int:
-    """Return the address of a tensor's data; that of its storage would name a whole heap."""
-    return tensor.data_ptr()

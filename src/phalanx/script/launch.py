@@ -17,6 +17,7 @@ from phalanx.launch.heartbeat import PULSE
 from phalanx.script.arguments import finding_modules
 from phalanx.script.init import STRATEGY
 from phalanx.script.loader import has_empty_batch
+from phalanx.script.run import PROFILE
 
 _EMPTY_BATCH: Final = (
     "The batch of this rank has no rows, because the global batch has fewer rows than there are "
@@ -25,10 +26,13 @@ _EMPTY_BATCH: Final = (
 )
 
 
-def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, str]:
+def run_script(
+    path: str, words: list[str], strategy: str | None, profile: str | None = None
+) -> tuple[int, str]:
     """Run a script to its end in this process, which has joined a job.
 
-    `words` are its arguments in `sys.argv`; `strategy` is the default of `phalanx.init`.
+    `words` are its arguments in `sys.argv`; `strategy` is the default of `phalanx.init`, and
+    `profile` has the options by which each run profiles its steps.
 
     Returns:
         The signal on which the script stopped, or 0; and a sentence with the last checkpoint and
@@ -40,6 +44,8 @@ def run_script(path: str, words: list[str], strategy: str | None) -> tuple[int, 
     """
     if strategy is not None:
         os.environ[STRATEGY] = strategy
+    if profile is not None:
+        os.environ[PROFILE] = profile
     sys.argv = [path, *words]
     sys.path.insert(0, str(Path(path).resolve().parent))
     PULSE.now("the script")

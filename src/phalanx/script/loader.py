@@ -111,6 +111,7 @@ class RankLoader:
         own_rows: this rank's rows of the last batch, as positions in the batch; of the first piece.
         piece_sizes: number of this rank's rows in each piece of the last batch.
         num_batch_rows: rows of the last batch on all ranks.
+        before_batch: called before a batch is fetched.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class RankLoader:
         self._comm = comm
         self._generator = generator
         self._on_batch, self._deals_unevenly = on_batch, deals_unevenly
+        self.before_batch: Callable[[], None] = lambda: None
         self._pieces = pieces
         self._first_row = self._num_rows = 0
         self.own_rows = range(0)
@@ -194,6 +196,7 @@ class RankLoader:
         self.batches_done, self._skip, self.is_used = skip, 0, False
         self.num_begun += 1
         number = self.num_begun
+        self.before_batch()
         for batch, own, of_batch, is_last in batches:
             if number != self.num_begun:
                 raise ScriptError(
@@ -222,6 +225,7 @@ class RankLoader:
                 if not self.is_used and number == self.num_begun:
                     self.batches_done, self._skip = 0, skip
                 raise
+            self.before_batch()
         self._first_row += self._num_rows
         self.epoch, self.batches_done = self.epoch + 1, 0
         self.is_last = self.has_no_rows = False

@@ -24,7 +24,7 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,9 @@ from phalanx.script.loss import RowsLoss
 from phalanx.script.optimizer import warn_of_state
 from phalanx.strategy import Strategy
 from phalanx.train.clip import gradient_norm, scale_to
+
+if TYPE_CHECKING:
+    from phalanx.script.loop_profile import LoopProfile
 
 _REDUCED: Final = "is_reduced_by_phalanx"
 """Attribute of the gradients that a step has reduced, which loss.backward() does not set."""
@@ -241,6 +244,7 @@ class LoopStep:
         parameters: parameters that optimizers update, by name; during a step, modules of FSDP2
             have gathered parameters instead.
         guards: observers of the step.
+        profile: profile of the run; None while none is open.
     """
 
     def __init__(
@@ -264,7 +268,9 @@ class LoopStep:
             DrawGuard(comm, num_tickets),
             Replicas(comm, self.parameters, optimizers),
         )
+        self.profile: LoopProfile | None = None
         self._job, self._model, self._runner = job, model, runner
+        self._optimizers = optimizers
         self._gathers, self._reading = gathers, reading
         self._num_begun = 0  # steps, equal on all ranks; steps_done may differ
         self._stepped: set[int] = set()  # optimizers that have stepped in this step
@@ -278,6 +284,11 @@ class LoopStep:
     def add(self, loss: Tensor | RowsLoss, retain_graph: bool) -> Tensor:
         """Add the gradients of the global batch's loss, see `Run.backward`."""
         is_last = self._reading.is_pass_over()
+        if self.profile is not None:
+            some_stepped = 0 < len(self._stepped) < len(self._optimizers)
+            if some_stepped and self.state is not State.ACCUMULATING:
+                self.profile.end_step()  # the others, as of a GAN, step after this backward
+            self.profile.enter("backward")
         self.guards.draws.look()
         if self.state is not State.ACCUMULATING:
             self._begin()
@@ -328,6 +339,8 @@ class LoopStep:
                 self._runner.reducer.finish()
             self.close()
         self.guards.draws.mark()
+        if self.profile is not None:
+            self.profile.enter("other")
         return mean
 
     def _begin(self) -> None:
@@ -439,6 +452,8 @@ class LoopStep:
                 self._clear()
             self._refuse_step(own)
             self.guards.loss.before_step()
+            if self.profile is not None:
+                self.profile.enter("optimizer")
 
         def after(own: torch.optim.Optimizer, *_: Any) -> None:
             self.steps_done += not self._stepped  # several optimizers count as one step
@@ -449,6 +464,8 @@ class LoopStep:
             self._note_progress()
             if self._runner.reducer is not None:
                 self._runner.reducer.after_step()
+            if self.profile is not None and len(self._stepped) == len(self._optimizers):
+                self.profile.end_step()
 
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
@@ -487,6 +504,8 @@ class LoopStep:
                 "clip: there are no gradients of a complete step; call run.clip after the last "
                 "run.backward of a step and before optimizer.step()"
             )
+        if self.profile is not None:
+            self.profile.enter("clip")
         gradients = self.gradients()
         norm = gradient_norm(gradients, self._job.comm, p)
         self.guards.replicas.count_clip(max_norm, p)

@@ -36,7 +36,7 @@ class Prepared:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.averages: list[WeightAverage] = []
-        self._job = job
+        self.job = job
         self._gathers = Gathers(job.comm)
         # A compiled loss may call it.
         self.gather = cast(Callable[..., Any], torch.compiler.disable(self._gather))
@@ -123,7 +123,7 @@ class Prepared:
         known = {id(getattr(each, "optimizer", None)) for each in (*self.schedulers, *registered)}
         # Set by torch's schedulers on their optimizer; tests/script/test_mistakes.py pins it.
         left = [o for o in self.optimizers if hasattr(o, "_opt_called") and id(o) not in known]
-        if left and self._job.comm.is_first and not self._is_warned:
+        if left and self.job.comm.is_first and not self._is_warned:
             self._is_warned = True
             warnings.warn(
                 f"save: a schedule moves the learning rate of {type(left[0]).__name__} and is not "
@@ -134,7 +134,7 @@ class Prepared:
     def _take_model(
         self, model: nn.Module, batch_norm: Statistics | None, roles: Mapping[str, str] | None
     ) -> None:
-        job = self._job
+        job = self.job
         if self._model is not None:
             known = self._model[0]
             again = "it again" if model is known else f"a {type(model).__name__} too"
@@ -167,10 +167,11 @@ class Prepared:
             self.optimizers.append(each)
         elif isinstance(each, DataLoader):
             is_uneven = self._model is not None and self.deals_unevenly
-            comm = self._job.comm
+            comm = self.job.comm
             self.loaders.append(
                 RankLoader(each, comm, self.generator, self._note, deals_unevenly=is_uneven)
             )
+            self.loaders[-1].before_batch = self._before_batch
             return self.loaders[-1]
         elif isinstance(each, nn.Module) or each is None:
             pass
@@ -185,7 +186,7 @@ class Prepared:
 
     def _announce(self, plain: DataLoader[Any]) -> None:
         """Print to standard error how the job is split."""
-        comm, rows = self._job.comm, ""
+        comm, rows = self.job.comm, ""
         if not comm.is_first or comm.size("job") == 1:
             return
         if isinstance(plain.sampler, DistributedSampler):
@@ -193,9 +194,13 @@ class Prepared:
         elif plain.batch_size is not None:
             most = -(-plain.batch_size // comm.size("data"))
             rows = f"; {most} of the {plain.batch_size} rows of a batch a rank"
-        split = f"{comm.size('job')} ranks, {self._job.strategy} on {comm.device.type}"
+        split = f"{comm.size('job')} ranks, {self.job.strategy} on {comm.device.type}"
         sys.stderr.write(f"phalanx: {split}{rows}\n")
         sys.stderr.flush()
+
+    def _before_batch(self) -> None:
+        if self.step is not None and self.step.profile is not None and torch.is_grad_enabled():
+            self.step.profile.enter("data")
 
     def _note(self, loader: RankLoader, batch: Any) -> None:
         self.reading.note(loader, batch)
@@ -208,3 +213,5 @@ class Prepared:
                 compute_spare_row(model, lambda: self.reading.last)
         if not self.reading.is_evaluation:
             step.guards.draws.mark()
+            if step.profile is not None:
+                step.profile.enter("forward")

@@ -18,15 +18,22 @@ are too large to gather is named: `backward(mean_of_rows=loss, count=len(labels)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
 
 from phalanx.comm.comm import Ranks
+from phalanx.comm.together import broadcast_object
+from phalanx.config.profile_options import ProfileOptions
 from phalanx.errors import ScriptError
+from phalanx.launch.attach import at_end
 from phalanx.launch.heartbeat import PULSE
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.checks import check_arguments
@@ -39,6 +46,10 @@ from phalanx.script.saves import Saves
 from phalanx.script.weight_average import WeightAverage
 from phalanx.script.whole_weights import load_whole, whole_state
 from phalanx.strategy import Strategy
+from phalanx.train.job.run_folder import new_folder
+
+PROFILE: Final = "PHALANX_PROFILE"
+"""Environment variable by which `phalanx run --profile` passes its options to the script."""
 
 
 class Run:
@@ -67,6 +78,7 @@ class Run:
         self.comm = comm
         self.strategy = strategy
         self.accumulation = accumulation
+        self._is_profiled = False  # by the command line
         self._prepared = Prepared(JobSettings(comm, strategy, accumulation, seed, name, nonfinite))
         self._saves = Saves(self._prepared, str(strategy), self.print)
 
@@ -155,6 +167,11 @@ class Run:
             ConfigError: the strategy cannot split the model or a loader's batches.
         """
         prepared = self._prepared.take(objects, batch_norm, roles)
+        if (asked := os.environ.get(PROFILE)) and self._prepared.step and not self._is_profiled:
+            self._is_profiled, stack = True, ExitStack()
+            options = dataclasses.asdict(ProfileOptions.parse(asked))
+            stack.enter_context(self.profile(**options))
+            at_end(f"profile of {self._prepared.job.name}", lambda _: stack.close())
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def backward(
@@ -206,6 +223,37 @@ class Run:
             )
         checked = loss_of_call(loss, former, weights, mean_of_rows, sum_of_rows, count)
         return step.add(checked, retain_graph)
+
+    @contextmanager
+    def profile(self, *, folder: str | Path | None = None, **options: int) -> Generator[None]:
+        """Profile optimizer steps inside, by torch.profiler; all ranks enter and leave together.
+
+            with run.profile(wait=1, warmup=1, active=2):  # the third and the fourth step
+                for inputs, labels in loader: ...
+
+        The run itself steps the profile. Each rank writes a trace below `folder`/trace, by default
+        of a new folder in runs/. `options` are wait, warmup, active, repeat, record_shapes,
+        profile_memory, with_stack and with_flops, see `ProfileOptions`.
+
+        Raises:
+            ScriptError: no model is prepared, or a profile is open already.
+            ConfigError: there is no such option, or its value is not legal.
+        """
+        model, step = self._prepared.require_model("profile")
+        text = ",".join(f"{name}={value}" for name, value in options.items())
+        parsed = ProfileOptions.parse(text) if options else ProfileOptions()
+        if step.profile is not None:
+            raise ScriptError("profile: another profile of this run is open; close it first")
+        if self._is_mute:  # a proof's process writes nothing
+            yield
+            return
+        from phalanx.script.loop_profile import LoopProfile
+
+        name = Path(sys.argv[0]).stem or "script"
+        new = broadcast_object(Path(folder or new_folder(name, self.strategy)))
+        self.print(f"phalanx: profiles steps into {new / 'trace'}", file=sys.stderr)
+        with LoopProfile(new, self._prepared.job, parsed, model, step).observing(model):
+            yield
 
     def clip(self, max_norm: float, p: float = 2.0) -> Tensor:
         """Scale the gradients so that their p-norm is at most `max_norm`; all ranks call this.

@@ -42,6 +42,11 @@ def check(job: Job) -> None:
         raise ConfigError(
             f"debug_comm compares collectives, but {job.strategy} has none; leave debug_comm out"
         )
+    if config.profile is not None:
+        raise ConfigError(
+            f"profile is {config.profile}, but the workers of {job.strategy} are jobs of one rank "
+            "each; profile without servers, such as dp2"
+        )
     if consistency.kind == "local" and config.server.rule != "adamw":
         raise ConfigError(
             f"server.rule is {config.server.rule}, but the workers of {job.strategy} use AdamW, "

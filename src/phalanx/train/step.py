@@ -208,7 +208,7 @@ class Step:
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
         """Enter the watchers, and a profiler range, for the phase `name` that runs inside."""
-        with ExitStack() as stack, named(name):
+        with named(name), ExitStack() as stack:
             for watcher in self._watchers:
                 stack.enter_context(watcher(name))
             yield

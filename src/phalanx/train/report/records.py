@@ -17,7 +17,7 @@ from phalanx.comm.ledger import Entry, Ledger
 from phalanx.comm.ranges import named
 from phalanx.comm.together import barrier, gather_on_first
 from phalanx.comm.waits import around_waits
-from phalanx.config.profile import ProfileOptions
+from phalanx.config.profile_options import ProfileOptions
 from phalanx.launch.failure import READER_LEFT
 from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import RunLog, StepRecord

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -18,14 +17,11 @@ class ProfileOptions:
     and `active` steps that are recorded.
 
     Attributes:
-        repeat: number of cycles; with 0 they go on until the run ends.
+        repeat: number of cycles; with 0 they repeat until the run ends.
         record_shapes: whether the trace has the shapes of the inputs of operators.
         profile_memory: whether it has allocations.
         with_stack: whether it has the lines of source that called the operators.
         with_flops: whether it has the FLOPs of matrix products and convolutions.
-
-    Raises:
-        ConfigError: a value has another type or is out of range.
     """
 
     wait: Annotated[int, Range(0)] = 1
@@ -36,13 +32,6 @@ class ProfileOptions:
     profile_memory: bool = False
     with_stack: bool = False
     with_flops: bool = False
-
-    def __post_init__(self) -> None:
-        for setting in settings(type(self)):
-            try:
-                check_value(setting, getattr(self, setting.key))
-            except ConfigError as error:
-                raise ConfigError(f"profile: {error}") from None
 
     @classmethod
     def parse(cls, text: str) -> ProfileOptions:
@@ -57,17 +46,17 @@ class ProfileOptions:
             name, has_value, value = (word.strip() for word in part.partition("="))
             if not has_value or name not in known or name in values:
                 twice = f", but {name} is set before" if name in values else ""
+                near = "" if name in known else nearest(name, list(known))
                 raise ConfigError(
                     f"profile: '{part}' in '{text}'{twice}; expected NAME=VALUE once for each "
-                    f"name, with a name of {', '.join(known)}{nearest(name, list(known))}"
+                    f"name, with a name of {', '.join(known)}{near}"
                 )
             try:
                 values[name] = read_text(known[name].hint, value)
             except ConfigError as error:
                 raise ConfigError(f"profile: {name} is {error}") from None
+            try:
+                check_value(known[name], values[name])
+            except ConfigError as error:
+                raise ConfigError(f"profile: {error}") from None
         return cls(**values)
-
-    def __str__(self) -> str:
-        return ",".join(
-            f"{name}={value}".lower() for name, value in dataclasses.asdict(self).items()
-        )
