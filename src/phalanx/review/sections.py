@@ -21,7 +21,7 @@ from phalanx.report.html import Drawn, Section
 from phalanx.report.inline_svg import Chart, SpanLanes
 from phalanx.report.tabular import Line, Number, Table
 from phalanx.report.units import MIB, percent, size_text, tera, time_text
-from phalanx.review.overlap import overlap_of
+from phalanx.review.overlap_by_axis import overlap_of
 from phalanx.review.run_records import RunRecords
 from phalanx.strategy.kinds import WHY_SENT
 
