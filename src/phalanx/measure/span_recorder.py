@@ -281,7 +281,9 @@ def _cut(
         while switch + 1 < len(switches) and switches[switch + 1][1] <= first_s:
             switch += 1
         term, label = switches[switch][0], snapped[mark][1]
-        kind = term if isinstance(term, str) else term[0], label
+        kind = (term if isinstance(term, str) else term[0]), label
+        if kind[0] == "other":  # the overhead around a block or an action is of none
+            kind = "other", label._replace(part="")
         if pieces and pieces[-1][2:] == kind:
             first_s = pieces.pop()[0]
         pieces.append((first_s, last_s, *kind))
