@@ -281,10 +281,12 @@ def _cut(
         while switch + 1 < len(switches) and switches[switch + 1][1] <= first_s:
             switch += 1
         term, label = switches[switch][0], snapped[mark][1]
-        kind = term if isinstance(term, str) else term[0], label
-        if pieces and pieces[-1][2:] == kind:
+        term = term if isinstance(term, str) else str(term[0])
+        if term == "other":  # the overhead around a block or an action is of none
+            label = label._replace(part="")
+        if pieces and pieces[-1][2:] == (term, label):
             first_s = pieces.pop()[0]
-        pieces.append((first_s, last_s, *kind))
+        pieces.append((first_s, last_s, term, label))
     for first_s, last_s, term, label in pieces:
         if label.axis is None:
             yield ComputeSpan(first_s, last_s, term, label.phase, label.microbatch, label.part)
