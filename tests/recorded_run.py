@@ -37,7 +37,7 @@ def step(number: int, wall_s: float = 0.07, **values: Any) -> dict[str, Any]:
 def ranks(first: int, last: int) -> dict[str, Any]:
     """Rank 1 takes twice the time of rank 0 in forward."""
     by_rank = {term: [0.01, 0.02 if term == "forward" else 0.01] for term in TERMS}
-    spread = {term: [[0.01, 0.01, 0.01]] * (last - first + 1) for term in TERMS}
+    spread = {term: [[0.01, 0.01, 0.01]] * (last - first + 1) for term in (*TERMS, "wall")}
     return {
         "kind": "ranks", "steps": [*range(first, last + 1)], "hosts": ["a", "b"],
         "axes": {"dp": 2}, "spread": spread, "by_rank": {**by_rank, "wall": [0.07, 0.08]},

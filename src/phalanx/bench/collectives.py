@@ -31,8 +31,8 @@ from phalanx.errors import ConfigError
 from phalanx.launch.local import num_cores, run_ranks
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.planner import calibration, calibration_file
+from phalanx.planner.kept_rates import OPS, TimedCollective, fit
 from phalanx.planner.machine import Level, Link, OpCost, Unit, ring
-from phalanx.planner.measured import OPS, TimedCollective, fit
 from phalanx.report.output import values_of
 from phalanx.report.tabular import Number, Table
 from phalanx.report.units import KIB

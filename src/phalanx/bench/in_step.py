@@ -21,8 +21,8 @@ from phalanx.comm.together import barrier
 from phalanx.launch.local import run_ranks
 from phalanx.measure.core import small_step, step_s
 from phalanx.planner.calibration_file import Calibration, Compute
+from phalanx.planner.kept_rates import small_step_s
 from phalanx.planner.machine import Core
-from phalanx.planner.measured import small_step_s
 
 _RANKS_PER_CORE: Final = 4
 """Ranks per core in the measurement of cores that several ranks share."""

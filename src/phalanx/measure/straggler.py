@@ -45,7 +45,7 @@ LEAST_SHARE: Final = {
 }
 """Least excess relative to a step: in all steps for one term, between steps (where rank 0 writes
 the records) and for all work together; on another rank each step, also of two, where no majority
-tells which is late; in few steps; and of a link."""
+names the late one; in few steps; and of a link."""
 
 REGULAR: Final = 0.5
 """In most steps the excess of a cause is at least this part of its median."""
@@ -72,7 +72,7 @@ class Straggler:
         whole: "rank"; "stage N" or "host NAME" with all its ranks; "link"; or "ranks" in turns.
         hosts: hosts of `ranks`, each once.
         term: term that takes longer, or "communication over AXIS".
-        excess_s: seconds of a step by which it exceeds that of the peers.
+        excess_s: seconds of a step by which it exceeds the peers.
         share: part of the time of all steps that the others waited for it.
         pattern: "in all steps", "each step" (another rank in each) or "in few steps".
         steps: number of the late steps, and of all that are judged.

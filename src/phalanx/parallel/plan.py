@@ -151,7 +151,8 @@ class Plan(Generic[Model]):
     def stage_parts(self) -> list[list[float]]:
         """Layers of each pp coordinate, and for a decoder FLOPs per token; empty without pp.
 
-        FLOPs do not tell the time of a small layer, so neither alone is what a stage may take.
+        The time of a small layer does not follow from its FLOPs, so neither alone is what a stage
+        may take.
         """
         shape, cut, schedule = self._whole.skeleton.shape, self.cut, self.schedule(1)
         if cut is None or schedule is None:

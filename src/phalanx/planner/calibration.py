@@ -127,8 +127,8 @@ def written_for(machine: Calibration, kept: Calibration | None) -> Calibration:
 def this_machine(num_devices: int | None = None, otherwise: Compute | None = None) -> Cluster:
     """Return this machine as a cluster of `num_devices`: GPUs, or any number of ranks on a CPU.
 
-    Its rates are those of the user's calibration file, else `otherwise`, else those that a run of
-    as many ranks kept, else from a short measurement.
+    Its rates are from the user's calibration file, else `otherwise`, else from the file that a run
+    of equally many ranks kept, else from a short measurement.
 
     Raises:
         ConfigError: the machine has fewer GPUs, `num_devices` is below 1, or the calibration file

@@ -88,7 +88,7 @@ class Overlap:
             for a in self.axes
         ]
         note = "a step, on average over ranks; beside: while the rank waits for another axis"
-        tables = [Table("overlap by axis", heads, rows, ("hidden share",), note)]
+        tables = [Table("Overlap by axis", heads, rows, ("hidden share",), note)]
         lines = defaultdict[str, list[str]](list)
         for each in self.beneath:
             name = f"{each.op} {each.label}".rstrip()
@@ -98,7 +98,7 @@ class Overlap:
         if lines:
             rows = [(part, "; ".join(names)) for part, names in [*lines.items()][:MOST_ROWS]]
             note = f"and beneath {left} more parts, see --json" if left > 0 else ""
-            tables.append(Table("at the same time", ("beneath", "travel"), rows, (), note))
+            tables.append(Table("At the same time", ("beneath", "travel"), rows, (), note))
         return tables
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import shlex
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from phalanx.measure.clock import clocks
 from phalanx.measure.peaks import NO_GRADE, grade_of
 from phalanx.measure.spans import CollectiveSpan, CounterSample, StepSpans, read_spans, span_files
+from phalanx.measure.straggler import accuse, window_from
 from phalanx.report.html import Drawn, Section
 from phalanx.report.inline_svg import Chart, SpanLanes
 from phalanx.report.tabular import Line, Number, Table
@@ -294,14 +292,7 @@ def _straggler(run: RunRecords) -> str | None:
     """Return the sentence on a rank that others wait for; of a killed run from its records."""
     if "straggler" in run.summary or not run.ranks:
         return run.summary.get("straggler")
-    if find_spec("phalanx.measure.straggler") is None:
-        return None
-    # With torch, which a whole run's report needs not.
-    accuse = import_module("phalanx.measure.straggler").accuse
-    window = import_module("phalanx.measure.rank_times").RankWindow
-    names = {field.name for field in dataclasses.fields(window)}
-    windows = [window(**{n: each for n, each in w.items() if n in names}) for w in run.ranks]
-    accused = accuse(windows)
+    accused = accuse([*map(window_from, run.ranks)])
     return accused and accused.text()
 
 

@@ -158,7 +158,7 @@ def predict(planned: PlannedStep[Any], machine: Calibration) -> Predicted:
 
 
 def sent_by_axis(entries: Iterable[Entry]) -> Counter[str]:
-    """Return the bytes that a rank sends by mesh axis, without those of agreements."""
+    """Return the bytes that a rank sends by mesh axis, without agreements between ranks."""
     found = Counter[str]()
     for entry in entries:
         if entry.phase not in _AGREEMENTS:

@@ -28,7 +28,7 @@ from phalanx.measure.rank_times import RankWindow, table_of, window_of
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
 from phalanx.planner.calibration import blank
-from phalanx.planner.measured import machine_of
+from phalanx.planner.kept_rates import machine_of
 from phalanx.report.terminal import Terminal
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.notice import compiling, notice_if_slow

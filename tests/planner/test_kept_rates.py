@@ -13,7 +13,7 @@ import pytest
 
 from phalanx.comm.comm import Ranks, SingleRankComm
 from phalanx.launch.local import run_ranks
-from phalanx.planner import calibration, measured
+from phalanx.planner import calibration, kept_rates
 from phalanx.planner.calibration import ASSUMED, blank, keep_measured, kept_by
 from phalanx.planner.calibration_file import Calibration, Compute, keep, path_of
 from phalanx.planner.hardware import cluster
@@ -35,13 +35,13 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return dataclasses.replace(blank("cpu"), compute=COMPUTE)
 
     rate = CORE.products["float32"] * blank("cpu").num_here
-    monkeypatch.setattr(measured, "measure_ranks", measure)
-    monkeypatch.setattr(measured, "products_rate", lambda _: rate)
+    monkeypatch.setattr(kept_rates, "measure_ranks", measure)
+    monkeypatch.setattr(kept_rates, "products_rate", lambda _: rate)
     return asked
 
 
 def look(precision: str = "float32", *, measures: bool = True) -> Compute | None:
-    return measured.machine_of(SingleRankComm(), precision, measures=measures).compute
+    return kept_rates.machine_of(SingleRankComm(), precision, measures=measures).compute
 
 
 def test_the_second_run_takes_what_the_first_measured(asked: list[str]) -> None:
@@ -113,7 +113,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(
 
 
 def measure_two() -> Calibration:
-    return measured.measure_ranks(Ranks({"dp": 2}), "float64")
+    return kept_rates.measure_ranks(Ranks({"dp": 2}), "float64")
 
 
 def test_two_ranks_measure_their_part_and_their_link(
@@ -125,7 +125,7 @@ def test_two_ranks_measure_their_part_and_their_link(
     core, (level,) = first.compute.core, first.levels
     assert core is not None and {"float32", "float64"} <= {*core.products} == {*core.attention}
     assert min(*core.products.values(), *core.attention.values(), core.operator_s, core.in_step) > 0
-    assert set(level.link.measured) == set(measured.OPS) and level.link.in_step == 1
+    assert set(level.link.measured) == set(kept_rates.OPS) and level.link.in_step == 1
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     keep_measured(first, 2)
     assert kept_by(2, blank("cpu"), "float64") == first

@@ -6,7 +6,8 @@ collective also waits for the rank that arrives last. So every rank measures at 
     rank 0   products, attention, memory, operators | small step | work, collective, work, ...
     rank 1   products, attention, memory, operators | small step | work, collective, work, ...
 
-The kept rates are of one core, of a link those of one rank. They hold for jobs of as many ranks.
+Kept rates of products are of one core, and of a link of one rank. They hold for jobs of equally
+many ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _REPEATS: Final = 5
 
 
 def machine_of(comm: Comm, precision: str, *, measures: bool) -> Calibration:
-    """Return on rank 0 what is measured of this machine; every rank calls this.
+    """Return on rank 0 the measured rates of this machine; every rank calls this.
 
     What neither the user's calibration file nor an earlier run has, the ranks measure and keep, if
     `measures` is set and they are all the ranks of a job on the CPU of one host. They also measure
