@@ -107,7 +107,7 @@ class StepTimer:
         begin, switches, end = self._begin, self._switches, self._now()
         self.switches = [*switches]
         self.begin_step()
-        if not isinstance(end, float):
+        if not isinstance(end, (int, float)):
             end.synchronize()
         terms_s: dict[Term, float] = dict.fromkeys(TERMS, 0.0)
         exposed_s: defaultdict[str, float] = defaultdict(float)
