@@ -46,6 +46,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
@@ -449,6 +450,19 @@ class MemoryLedger(Watch):
         span = self._span(tensor)
         if span is not None and span.kind is None:
             span.kind = kind
+
+
+@contextmanager
+def allocator_snapshot(file: Path) -> Generator[None]:
+    """Write the history of CUDA's allocator inside the block, for pytorch.org/memory_viz."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    private: Any = torch.cuda.memory  # as PyTorch's guide to memory snapshots calls it
+    private._record_memory_history()
+    try:
+        yield
+        private._dump_snapshot(str(file))
+    finally:
+        private._record_memory_history(enabled=None)
 
 
 @contextmanager

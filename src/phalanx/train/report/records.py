@@ -6,7 +6,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from phalanx.comm.waits import around_waits
 from phalanx.launch.failure import READER_LEFT
 from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import RunLog, StepRecord
-from phalanx.measure.memory import MemoryAccount, MemoryCurve, MemoryLedger
+from phalanx.measure.memory import MemoryAccount, MemoryCurve, MemoryLedger, allocator_snapshot
 from phalanx.measure.peaks import Arithmetic, peak_of
 from phalanx.measure.products import ProductTypes, quick_ceiling
 from phalanx.measure.timer import StepTimer, StepTimes
@@ -139,7 +139,13 @@ class Records:
                 yield
         elif self.num_steps == MEMORY_STEP and self.blind_spot is None:
             ledger = MemoryLedger(step.model, step.optimizer, self.session.comm.device)
-            with ledger, step.watched(ledger.phase):
+            snapshot = nullcontext()
+            if self.session.comm.device.type == "cuda" and getattr(
+                self.session.config, "profile", None
+            ):
+                file = f"trace/memory-rank{self.session.comm.rank:04}.pickle"
+                snapshot = allocator_snapshot(self.session.out / file)
+            with ledger, step.watched(ledger.phase), snapshot:
                 yield
             self._memory_ledger = ledger
         else:
