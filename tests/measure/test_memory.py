@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from phalanx.measure.memory import (
     MemoryAccount,
     MemoryCurve,
     MemoryLedger,
+    allocator_snapshot,
     points_to_keep,
 )
 from phalanx.measure.memory_report import MemoryReport, resident_peak_bytes
@@ -388,3 +390,17 @@ def grow() -> tuple[int, int]:
 def test_the_resident_set_grows_with_what_is_held() -> None:
     grown, held = run_ranks(grow, 1)[0]
     assert 0 < grown <= held + 2**24
+
+
+def test_the_snapshot_of_the_allocator_is_of_the_block_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    called: list[object] = []
+    memory = torch.cuda.memory
+    monkeypatch.setattr(
+        memory, "_record_memory_history", lambda enabled="all": called.append(enabled)
+    )
+    monkeypatch.setattr(memory, "_dump_snapshot", called.append)
+    with allocator_snapshot(file := tmp_path / "trace" / "memory.pickle"):
+        called.append("step")
+    assert called == ["all", "step", str(file), None] and file.parent.is_dir()

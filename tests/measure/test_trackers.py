@@ -148,3 +148,25 @@ def test_without_tensorboard_the_first_run_of_a_folder_says_where_the_records_ar
     (tmp_path / "second/tensorboard").mkdir()  # a resumed run had curves
     RunLog(tmp_path / "second", console, 1).close()
     assert " ".join(shown.getvalue().split()).count(words) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_the_lines_of_the_docs_log_to_other_trackers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": tmp_path,
+        "TRACKIO_DIR": tmp_path,
+    }.items():
+        monkeypatch.setenv(variable, str(value))
+    page = (Path(__file__).parents[2] / "docs/your_model.md").read_text()
+    names: dict[str, Any] = {"wandb": pytest.importorskip(name)}
+    exec(page.split("needs wandb or trackio\n")[1].split("```")[0], names)
+    console, shown = plain_console()
+    with RunLog(tmp_path, console, 1, [names["record"]]) as log:
+        log.note("config", {"lr": 0.5, "shape": {"ffn": None}})
+        log.step(record(1))
+        log.note("summary", {"steps_done": 1})
+    assert "gets no more records" not in shown.getvalue()

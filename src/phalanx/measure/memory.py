@@ -41,11 +41,11 @@ allocator caches, and allocations of compiled code. A compiled run therefore has
 from __future__ import annotations
 
 import itertools
-import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
@@ -58,6 +58,7 @@ from typing_extensions import override
 
 from phalanx.comm.calls import Call
 from phalanx.comm.watch import Watch
+from phalanx.measure import clock
 from phalanx.measure.spans import CounterSample
 
 Kind = Literal[
@@ -224,13 +225,13 @@ class MemoryLedger(Watch):
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._open.enter_context(_watch_resizes(self._on_resize))
-        self._begin_s = time.perf_counter()
+        self._begin_s = clock.now()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._end_s = time.perf_counter()
+        self._end_s = clock.now()
         self._open.close()
         if self._device.type == "cuda":
             self._allocated_bytes = torch.cuda.max_memory_allocated(self._device)
@@ -295,7 +296,7 @@ class MemoryLedger(Watch):
         return changes.cumsum(0)
 
     def _record(self, span: _Span, sign: int) -> None:
-        self._events.append(_Event(span, sign, time.perf_counter(), self.phase_name))
+        self._events.append(_Event(span, sign, clock.now(), self.phase_name))
 
     def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; record the storages that it reads and allocates."""
@@ -449,6 +450,19 @@ class MemoryLedger(Watch):
         span = self._span(tensor)
         if span is not None and span.kind is None:
             span.kind = kind
+
+
+@contextmanager
+def allocator_snapshot(file: Path) -> Generator[None]:
+    """Write the history of CUDA's allocator inside the block, for pytorch.org/memory_viz."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    private: Any = torch.cuda.memory  # as PyTorch's guide to memory snapshots calls it
+    private._record_memory_history()
+    try:
+        yield
+        private._dump_snapshot(str(file))
+    finally:
+        private._record_memory_history(enabled=None)
 
 
 @contextmanager

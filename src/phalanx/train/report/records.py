@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,7 +21,7 @@ from phalanx.config.profile_options import ProfileOptions
 from phalanx.launch.failure import READER_LEFT
 from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import RunLog, StepRecord
-from phalanx.measure.memory import MemoryAccount, MemoryCurve, MemoryLedger
+from phalanx.measure.memory import MemoryAccount, MemoryCurve, MemoryLedger, allocator_snapshot
 from phalanx.measure.peaks import Arithmetic, peak_of
 from phalanx.measure.products import ProductTypes, quick_ceiling
 from phalanx.measure.rank_times import RankWindow, table_of, window_of
@@ -176,7 +176,11 @@ class Records:
                 yield
         elif self.num_steps >= MEMORY_STEP and self.memory is None and self.blind_spot is None:
             ledger = MemoryLedger(step.model, step.optimizer, self.session.comm.device)
-            with ledger, step.watched(ledger.phase):
+            snapshot = nullcontext()
+            if self.session.comm.device.type == "cuda" and self.profile is not None:
+                file = f"trace/memory-rank{self.session.comm.rank:04}.pickle"
+                snapshot = allocator_snapshot(self.session.out / file)
+            with ledger, step.watched(ledger.phase), snapshot:
                 yield
             self._memory_ledger = ledger
         else:
