@@ -35,7 +35,6 @@ SMALL = "--data text.txt --model demo --shape.num-layers 1 --shape.hidden 32 --s
 CASES = {
     # The words of the request.
     "verb": Broken("trian --steps 3", "'trian' is not a verb", "did you mean 'train'?"),
-    "verb not built": Broken("report", "'report' is not built yet", "the verbs are train"),
     "typo of an option": Broken(
         "train --optimizer.rl 1", "option '--optimizer.rl' is unknown", "'--optimizer.lr'"
     ),
