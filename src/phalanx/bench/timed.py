@@ -42,6 +42,8 @@ class TimedArithmetic(Watch):
     def __init__(self) -> None:
         super().__init__()
         self._costs: dict[Any, tuple[float, Any]] = {}
+        self._is_free: dict[Any, bool] = {}
+        self._is_small: dict[Any, bool] = {}
         self._debt_s = 0.0
 
     @contextmanager
@@ -71,15 +73,19 @@ class TimedArithmetic(Watch):
     @override
     def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         begin_s = time.perf_counter()
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        if (
-            _is_free(func)
-            or not any(t.is_floating_point() for t in tensors)
-            or max((t.numel() for t in tensors), default=0) < SMALLEST
-        ):
+        if func not in self._is_free:
+            self._is_free[func] = _computes_nothing(func)
+        if self._is_free[func]:
             return func(*args, **kwargs)
-        key = (func, str(spec), *(_key(leaf) for leaf in leaves))
+        key = (func, *map(_key, args), *((name, _key(each)) for name, each in kwargs.items()))
+        if key not in self._is_small:
+            tensors = [
+                leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+            ]
+            floats = [tensor.numel() for tensor in tensors if tensor.is_floating_point()]
+            self._is_small[key] = max(floats, default=0) < SMALLEST
+        if self._is_small[key]:
+            return func(*args, **kwargs)
         if key not in self._costs:
             trials: list[float] = []
             for _ in range(TRIALS):
@@ -99,24 +105,19 @@ class TimedArithmetic(Watch):
         return result
 
 
-def _is_free(func: Any) -> bool:
+def _computes_nothing(func: Any) -> bool:
     """Return whether an operator computes nothing, as a view, or returns what cannot be skipped."""
     schema = func._schema
     is_view = any(each.alias_info is not None for each in schema.returns) and not schema.is_mutable
     is_unlike = schema.is_mutable and len(schema.returns) > 1
-    return (
-        is_view
-        or is_unlike
-        or func.namespace != "aten"
-        or "item" in schema.name
-        or ("local_scalar" in schema.name)
-    )
+    is_ours = func.namespace in ("aten", "phalanx")
+    return is_view or is_unlike or not is_ours or "local_scalar" in schema.name
 
 
-def _key(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return tuple(leaf.shape), leaf.stride(), leaf.dtype
-    return leaf if leaf.__hash__ is not None else str(leaf)
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    return tuple(map(_key, value)) if isinstance(value, (list, tuple)) else value
 
 
 def _like(leaf: Any) -> Any:
