@@ -222,6 +222,11 @@ class ScalingConfig(DecoderConfig):
     """Steps to time in each round, after two that warm up."""
     rounds: Annotated[int, Range(1)] = 3
     """Rounds; each runs every strategy once."""
+    gbit: Annotated[float | None, Range(0, ends="()")] = None
+    """Rate of a slow link, through which each rank sends its messages, in Gbit/s; CPU only."""
+    timed_layers: bool = False
+    """Let operators wait for their time instead of computing, where more ranks than cores would
+    share cores; messages are real. One thread a rank."""
 
     @property
     def model_shape(self) -> ModelShape:
@@ -245,6 +250,13 @@ def run(config: ScalingConfig, say: PrintLine) -> BenchResult:
             f"seq_len is {config.seq_len}, but the model's positions end at {longest}; the "
             f"nearest is {longest}"
         )
+    if device == "cuda" and (config.gbit is not None or config.timed_layers):
+        raise ConfigError("--gbit and --timed-layers need the device cpu, but it is cuda")
+    if config.timed_layers and config.threads != 1:
+        raise ConfigError(
+            f"threads is {config.threads}, but --timed-layers measures operators of one thread; "
+            "the nearest is 1"
+        )
     refused: list[str] = []
     points = measure_scaling(config, say, refused)
     rows = [
@@ -253,13 +265,13 @@ def run(config: ScalingConfig, say: PrintLine) -> BenchResult:
         for point in points
     ]
     kept = ("model", "global_size", "seq_len", "precision", "device", "threads", "steps", "rounds")
+    kept += ("batch_of", "gbit", "timed_layers")
     settings = {name: getattr(config, name) for name in kept}
     return BenchResult(
         name=f"scaling-{device}",
         shown=[*_tables(points, config), *_remarks(points, config), *refused],
         values={
             **settings,
-            "batch_of": config.batch_of,
             "compile": False,
             "shape": values_of(config.model_shape),
             "points": rows,
@@ -319,6 +331,11 @@ def _remarks(points: Sequence[ScalingPoint], config: ScalingConfig) -> list[str]
             f"each rank uses {threads} of {num_cores()} cores: more than {max(1, ranks)} ranks "
             "share cores"
         )
+    if timed := [point for point in points if point.is_timed]:
+        lines.append(
+            "timed: operators wait for their time instead of computing, messages are real; one "
+            f"rank so takes {time_text(statistics.median(timed[0].one_rank_s))} a step"
+        )
     doubted = [point.strategy for point in points if point.speed_up is None]
     if doubted:
         lines.append(
@@ -362,6 +379,8 @@ def strategies_of(config: ScalingConfig) -> list[tuple[str, str]]:
 def _check(strategy: Strategy, num_rows: int, config: ScalingConfig) -> None:
     """Raise each error that a rank would raise, before any process starts."""
     require_built(strategy)
+    if config.gbit is not None and min(strategy.dp.degree, strategy.fsdp.degree) > 1:
+        raise ConfigError(f"{strategy}: FSDP2 reduces over dp itself, so --gbit cannot slow it")
     check_gpus(strategy.num_ranks, config.device, str(strategy))
     batch = solve_batch(BatchConfig(global_size=num_rows), strategy.data_ranks, strategy.pp.degree)
     load = decoder_step(
@@ -398,12 +417,15 @@ def measure_scaling(
             for kind in kinds:
                 num_rows = config.global_size * (strategy.num_ranks if kind == "rank" else 1)
                 _check(strategy, num_rows, config)
-                chosen[kind, str(strategy)] = method, Case(str(strategy), num_rows, False)
+                is_timed = config.timed_layers and strategy.num_ranks > room
+                chosen[kind, str(strategy)] = method, Case(str(strategy), num_rows, is_timed)
         except PhalanxError as error:
             if method == text:
                 raise
             refused.append(f"no {text}: {error}")
     cases = list(dict.fromkeys(case for _, case in chosen.values()))
+    if any(case.is_timed for case in cases):
+        cases.insert(1, Case(ONE_RANK, config.global_size, is_timed=True))
     if config.device == "cpu":
         check_memory_for(max(Strategy.parse(case.strategy).num_ranks for case in cases))
     times: dict[Case, list[tuple[float, Account]]] = {case: [] for case in cases}
@@ -428,13 +450,17 @@ def measure_scaling(
 
     points: list[ScalingPoint] = []
     for (kind, text), (method, case) in chosen.items():
-        num_ranks, alone = Strategy.parse(text).num_ranks, Case(ONE_RANK, config.global_size, False)
+        num_ranks, alone = (
+            Strategy.parse(text).num_ranks,
+            Case(ONE_RANK, config.global_size, case.is_timed),
+        )
         points.append(
             ScalingPoint(
                 *(text, num_ranks),
                 *(tuple(wall_s for wall_s, _ in times[each]) for each in (case, alone)),
                 batch_of=kind,
                 method=method,
+                is_timed=case.is_timed,
                 room=room,
                 account=account_of(case),
                 one_rank=account_of(alone),

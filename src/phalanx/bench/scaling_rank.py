@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from phalanx.bench.timed import TimedArithmetic
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Ledger
 from phalanx.comm.together import barrier
@@ -59,7 +60,8 @@ def time_strategy(
     With `is_watched`, the last warm-up step counts bytes and memory.
     """
     strategy, shape = Strategy.parse(case.strategy), config.model_shape
-    comm = Ranks(strategy, config.device)
+    rate = None if config.gbit is None else config.gbit * 1e9 / 8
+    comm = Ranks(strategy, config.device, bytes_per_s=rate)
     device, precision = comm.device, resolve(config.precision, config.device)
     plan = plan_decoder(strategy, shape, precision.master, precision.compute, comm.coord("pp"))
     runner = plan.build(comm, functools.partial(fill_initial, shape, 0))
@@ -117,6 +119,8 @@ def time_strategy(
         open_terms.pop()
 
     with ExitStack() as watching:
+        if case.is_timed:
+            watching.enter_context(TimedArithmetic().running())
         watching.enter_context(step.watched(lambda name: phase(TERMS[name])))
         if device.type == "cpu":  # on a GPU the stream waits, not this thread
             watching.enter_context(around_waits(lambda _, axis: phase("communication", axis)))

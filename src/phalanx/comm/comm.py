@@ -34,7 +34,6 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from phalanx.comm.axes import axes_of, flattened
-from phalanx.comm.exchange import ProcessGroupEngine
 from phalanx.comm.fork import refuse_in_fork
 from phalanx.comm.meshes import job_mesh
 from phalanx.comm.pending import Pending
@@ -328,12 +327,13 @@ class Ranks(Comm):
 
     def __init__(
         self, split: Strategy | Mapping[str, int], device: str = "cpu", *,
-        shares_memory: bool = True,
+        shares_memory: bool = True, bytes_per_s: float | None = None,
     ) -> None:  # fmt: skip
         """Arrange all ranks of the job by the degrees of `split`; every rank calls this.
 
         "cuda" is the device set by `torch.cuda.set_device`. With `shares_memory`, CPU groups whose
-        ranks are all on one host communicate through shared memory.
+        ranks are all on one host communicate through shared memory. With `bytes_per_s`, messages
+        of CPU groups pass a link of this rate, one for each rank (comm.slow_link).
 
         Raises:
             StrategyError: the degrees do not multiply to the number of ranks.
@@ -342,7 +342,7 @@ class Ranks(Comm):
         if isinstance(split, Strategy):
             check_ranks(split, dist.get_world_size())
             split = split.mesh_axes()
-        self._job = job_mesh(split, device, shares_memory)
+        self._job = job_mesh(split, device, shares_memory, bytes_per_s)
         self.mesh = self._job.whole
         coords = {axis: self.mesh.get_local_rank(axis) for axis in split}
         local = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else "cpu"
@@ -402,7 +402,7 @@ class Ranks(Comm):
         if axis != "pp" or ends not in self._one_way:
             return self._engines[axis], peer
         group = self._one_way[ends]
-        return ProcessGroupEngine(group), 1 - group.rank()
+        return self._job.over(group, axis), 1 - group.rank()
 
     @override
     def empty(self, size: Sequence[int], like: Tensor, axis: str = "") -> Tensor:

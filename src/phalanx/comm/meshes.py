@@ -25,6 +25,7 @@ from phalanx.comm import same_host
 from phalanx.comm.axes import SHARDS, flattened
 from phalanx.comm.exchange import ProcessGroupEngine
 from phalanx.comm.join import check_files, connect, job_timeout, lazily_connected, set_timeout
+from phalanx.comm.slow_link import SlowEngine, SlowLink
 from phalanx.comm.transfer import CommEngine
 
 OneWayGroups = dict[tuple[int, int], dist.ProcessGroup]
@@ -44,17 +45,25 @@ class JobMesh:
         num_checks: number of active checks that compare the calls of ranks, see debug.check.
     """
 
-    def __init__(self, axes: Mapping[str, int], device: str, shares_memory: bool) -> None:
+    def __init__(
+        self,
+        axes: Mapping[str, int],
+        device: str,
+        shares_memory: bool,
+        bytes_per_s: float | None = None,
+    ) -> None:
         """Create the meshes and groups, and connect the ranks of each group.
 
-        With `shares_memory`, gloo groups whose ranks are all on one host use shared memory.
+        With `shares_memory`, gloo groups whose ranks are all on one host use shared memory. With
+        `bytes_per_s`, this rank sends at most so fast.
 
         Raises:
             ConfigError: a rank may not open as many files as the mesh needs.
         """
         check_files(axes, dist.get_world_size(), device)
         self.num_checks = 0
-        self._shares_memory = shares_memory
+        self._shares_memory = shares_memory and bytes_per_s is None
+        self._link = None if bytes_per_s is None else SlowLink(bytes_per_s)
         self._apart: dict[str, CommEngine] = {}
         with lazily_connected():
             self.whole = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -75,9 +84,15 @@ class JobMesh:
         shared = None
         if self._shares_memory and dist.get_backend(group) == "gloo":
             shared = same_host.connect(group, lambda: job_timeout().total_seconds())
+        return self.over(group, axis, shared)
+
+    def over(
+        self, group: dist.ProcessGroup, axis: str, shared: CommEngine | None = None
+    ) -> CommEngine:
+        """Return an engine of a group, `shared` or torch's, that sends over this rank's link."""
         engine = shared or ProcessGroupEngine(group)
         engine.axis = axis
-        return engine
+        return engine if self._link is None else SlowEngine(engine, self._link)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -129,7 +144,12 @@ _made: dict[tuple[Any, ...], JobMesh] = {}
 """(Default process group, arguments of `job_mesh`) -> mesh; each job has its own default group."""
 
 
-def job_mesh(axes: Mapping[str, int], device: str = "cpu", shares_memory: bool = True) -> JobMesh:
+def job_mesh(
+    axes: Mapping[str, int],
+    device: str = "cpu",
+    shares_memory: bool = True,
+    bytes_per_s: float | None = None,
+) -> JobMesh:
     """Return the job's mesh of `axes`, created by the first call; every rank calls this.
 
     Later calls return the same object, because FSDP2 requires it, and PyTorch caches layouts under
@@ -139,9 +159,9 @@ def job_mesh(axes: Mapping[str, int], device: str = "cpu", shares_memory: bool =
     Raises:
         ConfigError: a rank may not open as many files as the mesh needs.
     """
-    asked = (dist.group.WORLD, tuple(axes.items()), device, shares_memory)
+    asked = (dist.group.WORLD, tuple(axes.items()), device, shares_memory, bytes_per_s)
     if asked not in _made:
-        _made[asked] = JobMesh(axes, device, shares_memory)
+        _made[asked] = JobMesh(axes, device, shares_memory, bytes_per_s)
     return _made[asked]
 
 
