@@ -25,6 +25,10 @@ VERBS: Final[Mapping[str, tuple[str, str]]] = {
     "ceiling": ("ceiling:CeilingConfig", "the highest rate of matrix products on one device"),
     "comm": ("collectives:CommConfig", "latency and bandwidth of collectives between ranks"),
     "cut": ("cut:CutConfig", "the time of each layer, and the best cut into stages"),
+    "data": (
+        "loader_rate:DataConfig",
+        "the rate of a loader, beside the rate that the model takes",
+    ),
     "mfu": ("mfu:MfuConfig", "the MFU and HFU of a plain perceptron"),
     "scaling": ("scaling:ScalingConfig", "the speed-up of strategies over one rank, in turns"),
 }

@@ -18,7 +18,7 @@ SUM_TOLERANCE = 0.02
 
 _ADVICE: dict[Term, str] = {
     "bubble": "use more microbatches, or a schedule with a smaller bubble (docs/strategies.md)",
-    "data": "samples are prefetched, so look for a slow disk, or for other work on these cores",
+    "data": "`phalanx bench data RUN` times the loader alone; look for a slow disk",
     "optimizer": "use more tokens a step, a fused optimizer, or a sharded one",
     "other": "look for waits for the device, or for other work, between the phases",
 }

@@ -258,27 +258,34 @@ def log_of(text: str | None) -> Log | None:
     """Return the function that the setting `log_to` names; None if it is unset.
 
     Raises:
-        ConfigError: the text is no MODULE:FUNCTION, or its module or function does not exist.
+        ConfigError: as `function_named`.
     """
-    if text is None:
-        return None
+    return None if text is None else function_named(text, "log_to")
+
+
+def function_named(text: str, setting: str) -> Any:
+    """Return the function that `text`, MODULE:FUNCTION or FILE.py:FUNCTION, names for a setting.
+
+    Raises:
+        ConfigError: the text has another form, or its module or function does not exist.
+    """
     module_text, has_function, function = text.rpartition(":")
     path = Path(module_text)
     is_file = path.suffix == ".py"
     name, folder = (path.stem, path.resolve().parent) if is_file else (module_text, Path.cwd())
     if not has_function or not name or not function:
-        raise ConfigError(f"log_to is {text!r}; expected MODULE:FUNCTION, such as my_log:record")
+        raise ConfigError(f"{setting} is {text!r}; expected MODULE:FUNCTION, such as my_file:make")
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"log_to is {text!r}, but the import of {name} from {folder} raised "
+            f"{setting} is {text!r}, but the import of {name} from {folder} raised "
             f"{type(error).__name__}: {error}"
         ) from None
-    log = getattr(module, function, None)
-    if not callable(log):
+    found = getattr(module, function, None)
+    if not callable(found):
         hint = nearest(function, vars(module))
-        raise ConfigError(f"log_to is {text!r}, but {name} has no function {function!r}{hint}")
-    return log
+        raise ConfigError(f"{setting} is {text!r}, but {name} has no function {function!r}{hint}")
+    return found
