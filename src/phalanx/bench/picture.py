@@ -87,10 +87,10 @@ def draw_fits(samples: Sequence[Sample], fits: Sequence[Fit], path: Path) -> Non
 
 
 _STYLE: Final = """<style>
-svg{--ink:#1d2430;--paper:#fff;--grid:#e3e7ec;--soft:#6b7683;--pp:#7c4dbd;--dp:#1f5a99;
---fsdp:#2f7d4f;--cp:#b8730a;--tp:#b53a2f;--hsdp:#0f8a93}
+svg{--ink:#1d2430;--paper:#fff;--grid:#e3e7ec;--soft:#6b7683;--c0:#7c4dbd;--c1:#1f5a99;
+--c2:#2f7d4f;--c3:#b8730a;--c4:#b53a2f;--c5:#0f8a93}
 @media (prefers-color-scheme:dark){svg{--ink:#e6e9ee;--paper:#14181e;--grid:#2b323b;--soft:#93a0ae;
---pp:#b794f0;--dp:#6aa9ea;--fsdp:#62c088;--cp:#e6a84a;--tp:#f0837a;--hsdp:#4cc4cc}}
+--c0:#b794f0;--c1:#6aa9ea;--c2:#62c088;--c3:#e6a84a;--c4:#f0837a;--c5:#4cc4cc}}
 text{fill:var(--ink);font:12px Helvetica,Arial,sans-serif}.soft{fill:var(--soft)}
 .title{font-weight:bold;font-size:13px}
 </style>"""
@@ -113,7 +113,7 @@ def draw_speed_ups(points: Sequence[ScalingPoint], path: Path) -> None:
     colours, dashes, used = dict[str, str](), dict[str, str](), Counter[str]()
     for method in methods:
         axes = [name for name in AXES if re.search(rf"(^|,){name}", method)]
-        colour = axes[0] if len(axes) == 1 else "hsdp"
+        colour = f"c{AXES.index(axes[0]) if len(axes) == 1 else len(AXES)}"
         colours[method], dashes[method] = colour, _DASHES[used[colour] % len(_DASHES)]
         used[colour] += 1
     kinds = list(dict.fromkeys(point.batch_of for point in points))

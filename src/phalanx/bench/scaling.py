@@ -43,7 +43,7 @@ ONE_RANK = "dp1"
 
 METHODS: Final = (
     *("dp", "dp:naive", "dp2,fsdp", "fsdp", "fsdp:zero2", "fsdp:zero1"),
-    *("tp", "pp", "cp", "cp:ulysses"),
+    *(axis for axis in AXES if axis not in ("dp", "fsdp")),
 )
 """Methods that are measured by default: strategies in which one axis has no degree yet."""
 
@@ -198,7 +198,7 @@ class ScalingPoint:
             names = ["forward", "backward"] if cause != "optimizer" else [cause]
             ratio = sum(terms[n] for n in names) / (share * sum(alone[n] for n in names))
             why = "smaller products" if cause != "optimizer" else "each rank updates more than 1/N"
-            return f"{cause} {time_text(seconds)}: {ratio:.2g} times their share, {why}"
+            return f"{cause} {time_text(seconds)}: {ratio:.2g} times 1/N, {why}"
         return f"{cause} {time_text(seconds)}"
 
 
