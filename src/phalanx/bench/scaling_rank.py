@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ def time_strategy(
             rows_B=torch.arange(row, row + sizes.microbatch),
         )
         microbatches.append(batch.to(device))
-    timer, queued = StepTimer(device), Counter[Term]()
+    timer, queued = StepTimer(device), defaultdict[Term, float](float)
     open_terms: list[Term] = ["other"]
     in_queue_s = _queue_clock()
     begin_queue_s = in_queue_s()
@@ -118,6 +118,7 @@ def time_strategy(
         count_queue()
         open_terms.pop()
 
+    ledger, memory = Ledger(comm), MemoryLedger(model, step.optimizer, device)
     with ExitStack() as watching:
         if case.is_timed:
             watching.enter_context(TimedArithmetic().running())
@@ -128,10 +129,8 @@ def time_strategy(
             barrier()
             with ExitStack() as counting:
                 if is_watched and number == WARMUP_STEPS - 1:
-                    ledger = counting.enter_context(Ledger(comm))
-                    memory = counting.enter_context(
-                        MemoryLedger(step.model, step.optimizer, device)
-                    )
+                    counting.enter_context(ledger)
+                    counting.enter_context(memory)
                     counting.enter_context(step.watched(memory.phase))
                 count_queue()
                 queued.clear()
@@ -142,7 +141,9 @@ def time_strategy(
                 count_queue()
                 times = timer.end_step()
             if number >= WARMUP_STEPS:
-                del queued["communication"]  # also with a core, the message would not be there
+                queued.pop(
+                    "communication", None
+                )  # also with a core, the message would not be there
                 terms_s = {term: times.terms_s[term] - queued[term] for term in times.terms_s}
                 steps.walls_s.append(times.wall_s)
                 steps.terms_s.append({**terms_s, "core": sum(queued.values())})

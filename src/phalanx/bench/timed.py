@@ -87,7 +87,7 @@ class TimedArithmetic(Watch):
         if self._is_small[key]:
             return func(*args, **kwargs)
         if key not in self._costs:
-            trials: list[float] = []
+            trials, result = list[float](), None
             for _ in range(TRIALS):
                 used_s = time.thread_time()
                 result = func(*args, **kwargs)
@@ -98,7 +98,7 @@ class TimedArithmetic(Watch):
         if func._schema.is_mutable:
             result = kwargs.get("out", args[0]) if func._schema.returns else None
         else:
-            result = pytree.tree_map(lambda leaf: leaf() if callable(leaf) else leaf, outline)
+            result = pytree.tree_map(_allocated, outline)
         self._debt_s += cost_s - (time.perf_counter() - begin_s)
         if self._debt_s > DEBT_S:
             self.pay()
@@ -124,7 +124,11 @@ def _like(leaf: Any) -> Any:
     """Return a function that allocates a tensor like `leaf`; small ones are filled with 1."""
     if not isinstance(leaf, Tensor):
         return leaf
-    size, stride, options = leaf.shape, leaf.stride(), {"dtype": leaf.dtype, "device": leaf.device}
+    size, stride, dtype, device = leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     if leaf.numel() < SMALLEST:  # a loss, a norm: finite, and so is its logarithm
-        return lambda: torch.ones(size, **options)
-    return lambda: torch.empty_strided(size, stride, **options)
+        return lambda: torch.ones(size, dtype=dtype, device=device)
+    return lambda: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def _allocated(leaf: Any) -> Any:
+    return leaf() if callable(leaf) else leaf
