@@ -79,9 +79,8 @@ def check_page(file: Path, document: Any) -> int:
         for name, value in attributes.items():
             assert name not in ("src", "srcset") and "http" not in (value or "")
         if key := attributes.get("data-points"):
-            num_points = (attributes["d"] or "").count("L") + 1
-            is_area = "area" in (attributes["class"] or "")
-            assert num_points == len(at(document, key)) * (2 if is_area else 1)
+            path = attributes["d"] or ""
+            assert path.count("L") + path.count("H") + 1 == len(at(document, key))
     return num_values
 
 

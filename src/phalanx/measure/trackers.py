@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from importlib.util import find_spec
@@ -21,9 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from phalanx.errors import CheckpointError
-from phalanx.report.curves import memory_pixels, memory_text
+from phalanx.report.inline_svg import COLORS
+from phalanx.report.units import size_text
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch.utils.tensorboard.writer import SummaryWriter
 
 Values = Mapping[str, Any]
@@ -97,14 +100,17 @@ class TensorBoard:
                 self._stages.add(values["stage"])
                 step, curves = values["step"], f"memory/stage{values['stage']}"
                 held = {kind: of[values["peak"]] for kind, of in values["curve"]["bytes"].items()}
+                words = ", ".join(
+                    f"{kind} {size_text(each)}" for kind, each in held.items() if each
+                )
                 held["peak"] = sum(held.values())
                 if values.get("predicted") is not None:
                     held["predicted"] = sum(values["predicted"]["at_peak"].values())
                 for name, num_bytes in held.items():
                     self._add(f"{curves}/{name}", num_bytes, step)
-                pixels = memory_pixels(values)
+                pixels = memory_pixels(values["curve"]["at_s"], values["curve"]["bytes"], held)
                 self._writer.add_image(f"{curves}/step", pixels, step, dataformats="HWC")
-                words = f"{memory_text(values)} (from bottom to top; the line is the prediction)"
+                words += " at the peak, from bottom to top; the dashes are the predicted peak"
                 self._writer.add_text(f"{curves}/step", words, step)
             case "summary":
                 for curve, value in _of_summary(values):
@@ -142,6 +148,36 @@ class TensorBoard:
                 self._writer.close()
         if self._hook_before is not None:
             threading.excepthook = self._hook_before
+
+
+def memory_pixels(
+    at_s: Sequence[float],
+    num_bytes: Mapping[str, Sequence[int]],
+    held: Mapping[str, int],
+    width: int = 800,
+    height: int = 400,
+) -> NDArray[np.uint8]:
+    """Return the memory over a step as stacked areas, [height, width, RGB].
+
+    Args:
+        at_s: times of the step; bytes hold until the next time.
+        num_bytes: kind -> bytes at each time.
+        held: the `peak`, and the `predicted` one if known, a line of dashes.
+        width: pixels of the picture.
+        height: pixels of the picture.
+    """
+    import numpy as np
+
+    columns = np.searchsorted(at_s, np.linspace(0, at_s[-1], width), "right") - 1
+    stacked = np.array([*num_bytes.values()], float)[:, columns].cumsum(0)  # [kinds, width]
+    top = 1.02 * max(1, *held.values())
+    above_row = top * np.arange(height, 0, -1)[:, None] / height
+    pixels = np.full((height, width, 3), 255, np.uint8)
+    for kind in reversed(range(len(stacked))):  # the lower kinds over these
+        pixels[above_row <= stacked[kind]] = [*bytes.fromhex(COLORS[kind % len(COLORS)][0][1:])]
+    if "predicted" in held:
+        pixels[int(height * (1 - held["predicted"] / top)), np.arange(width) % 12 < 8] = 0
+    return pixels
 
 
 def number(values: Values, name: str) -> float | None:
