@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from importlib.util import find_spec
@@ -113,8 +113,14 @@ class TensorBoard:
                 words += " at the peak, from bottom to top; the dashes are the predicted peak"
                 self._writer.add_text(f"{curves}/step", words, step)
             case "summary":
-                for curve, value in _of_summary(values):
-                    self._add(curve, value, values["steps_done"])
+                step = values["steps_done"]
+                for axis, num_bytes in sent_by_axis(values).items():
+                    self._add(f"sent/{axis}", num_bytes, step)
+                for group, unit in (("time_s", "s"), ("bytes", "bytes")):
+                    of = (values.get("predicted") or {}).get(group, {})
+                    for name, forecast in of.items():
+                        for kind in ("predicted", "measured"):
+                            self._add(f"{kind}/{name}_{unit}", forecast[kind], step)
                 if self._session_end is not None:
                     cast(Any, self._writer.file_writer).add_summary(self._session_end)
             case _:
@@ -129,7 +135,7 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         # torch's `add_hparams` would open a second run beside this one.
-        parts = hparams(dict(_flat(settings)), dict.fromkeys(FINAL, 0.0))
+        parts = hparams(settings_of(settings), dict.fromkeys(FINAL, 0.0))
         *begin, self._session_end = cast("tuple[Any, Any, Any]", parts)
         for part in begin:
             cast(Any, self._writer.file_writer).add_summary(part)
@@ -186,21 +192,21 @@ def number(values: Values, name: str) -> float | None:
     return values.get(name) if text is None else float(text)
 
 
-def _flat(settings: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each setting by its dotted name; unset values and lists as text."""
+def settings_of(settings: Values, prefix: str = "") -> dict[str, str | float]:
+    """Return dotted key -> value of each setting that is set; values other than numbers as text."""
+    flat = dict[str, str | float]()
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            yield from _flat(cast("Values", value), f"{prefix}{name}.")
-        else:
-            yield prefix + name, value if isinstance(value, (int, float, str)) else str(value)
+            flat |= settings_of(cast("Values", value), f"{prefix}{name}.")
+        elif value is not None and name not in ("kind", "time"):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            flat[prefix + name] = value if is_number else str(value)
+    return flat
 
 
-def _of_summary(summary: Values) -> Iterator[tuple[str, float]]:
+def sent_by_axis(summary: Values) -> Counter[str]:
+    """Return the bytes that a rank sends in a step, by axis."""
     sent = Counter[str]()
     for entry in summary.get("sent") or ():
-        sent[f"sent/{entry['axis']}"] += entry["sent_bytes"]
-    yield from sent.items()
-    for group, unit in (("time_s", "s"), ("bytes", "bytes")):
-        for name, forecast in (summary.get("predicted") or {}).get(group, {}).items():
-            yield f"predicted/{name}_{unit}", forecast["predicted"]
-            yield f"measured/{name}_{unit}", forecast["measured"]
+        sent[entry["axis"]] += entry["sent_bytes"]
+    return sent
