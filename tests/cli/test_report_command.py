@@ -173,7 +173,8 @@ def profiled(run: Path) -> Path:
     for number in (3, 4):
         StepSpans(
             step=number, rank=0, num_ranks=1, host="a", strategy="", axes={}, coords={},
-            begin_s=float(number), end_s=number + 1.0, unix_s=1e9 + number, terms_s={"forward": 1.0},
+            begin_s=float(number), end_s=number + 1.0, unix_s=1e9 + number,
+            terms_s={"forward": 1.0},
             spans=[ComputeSpan(number, number + 1.0, "forward", "forward")],
         ).write(run)  # fmt: skip
     return run

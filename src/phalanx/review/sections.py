@@ -8,12 +8,13 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
 from phalanx.measure.clock import clocks
 from phalanx.measure.peaks import NO_GRADE, grade_of
-from phalanx.measure.spans import CollectiveSpan, CounterSample, read_spans, span_files
+from phalanx.measure.spans import CollectiveSpan, CounterSample, StepSpans, read_spans, span_files
 from phalanx.measure.straggler import accuse, window_from
 from phalanx.measure.trackers import sent_by_axis, settings_of
 from phalanx.report.html import Drawn, Section
@@ -292,15 +293,15 @@ def _straggler(run: RunRecords) -> str | None:
 
 
 def _profiled(run: RunRecords) -> Parts:
-    """Yield lanes and overlap of the last step that all ranks profiled."""
-    steps = dict[str, list[Path]]()
-    for file in span_files(run.folder):
-        steps.setdefault(file.parent.name, []).append(file)
-    if not steps:
+    """Yield lanes and overlap of the last step with the spans of all ranks that took it."""
+    steps = [[*files] for _, files in groupby(span_files(run.folder), key=lambda file: file.parent)]
+    ranks = list[StepSpans]()
+    for files in reversed(steps):  # a killed run lacks some files of its last step
+        ranks = [read_spans(file) for file in files]
+        if len(ranks) == ranks[0].num_ranks:
+            break
+    if not ranks:
         return
-    most = max(map(len, steps.values()))
-    files = [each for each in steps.values() if len(each) == most][-1]
-    ranks = [read_spans(file) for file in files]
     try:  # by the clock of rank 0
         known = clocks(run.folder)
         begins_s = [known.to_rank0(step.rank, step.begin_s) for step in ranks]
