@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.cli.report import trace
+from phalanx.errors import ConfigError
+from phalanx.measure.spans import ComputeSpan, StepSpans
 from recorded_run import config, ranks, step, whole_run, write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -79,9 +82,8 @@ def check_page(file: Path, document: Any) -> int:
         for name, value in attributes.items():
             assert name not in ("src", "srcset") and "http" not in (value or "")
         if key := attributes.get("data-points"):
-            num_points = (attributes["d"] or "").count("L") + 1
-            is_area = "area" in (attributes["class"] or "")
-            assert num_points == len(at(document, key)) * (2 if is_area else 1)
+            path = attributes["d"] or ""
+            assert path.count("L") + path.count("H") + 1 == len(at(document, key))
     return num_values
 
 
@@ -100,7 +102,8 @@ def test_every_number_of_the_page_is_in_the_document(
     run = document["runs"][0]
     assert screen.splitlines()[:3] == run["In short"]
     assert run["In short"][2] == (
-        "The plan errs most on the time of compute: predicted 12 ms, measured 20 ms (-40%)."
+        "The plan errs most on the memory, activations: predicted 2.00 MiB, measured 3.00 MiB "
+        "(-33%)."
     )
     table_lines = (line for line in screen.splitlines() if str(tmp_path) not in line)
     assert all(len(line) <= 100 for line in table_lines if "  " in line.strip())
@@ -164,6 +167,53 @@ def test_wrong_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert main(["report", *map(str, words)]) == 2
         shown = capsys.readouterr()
         assert answer in shown.err and not shown.out
+
+
+def profiled(run: Path) -> Path:
+    for number in (3, 4):
+        StepSpans(
+            step=number, rank=0, num_ranks=1, host="a", strategy="", axes={}, coords={},
+            begin_s=float(number), end_s=number + 1.0, unix_s=1e9 + number,
+            terms_s={"forward": 1.0},
+            spans=[ComputeSpan(number, number + 1.0, "forward", "forward")],
+        ).write(run)  # fmt: skip
+    return run
+
+
+def test_it_writes_a_file_for_perfetto_and_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = profiled(tmp_path / "run"), tmp_path / "two.json"
+    assert main(["report", "trace", str(run), "--json"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert "one process; ranks: 1; steps: 3, 4; spans: 2" in lines
+    assert lines[-1].startswith(f"wrote {run}/trace/merged.json (")
+    document = json.loads(last)
+    assert document["steps"] == [3, 4] and document["num_spans"] == 2
+    assert main(["report", "trace", str(run), "--steps", "4", "--out", str(out)]) == 0
+    events = json.loads(out.read_text())["traceEvents"]
+    assert [e["ts"] for e in events if e["name"] == "step 4"] == [0]
+    assert "steps: 4; spans: 1" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "two.json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "RUN is missing"),
+        (["rum"], "did you mean"),
+        (["run", "--steps", "4,5"], "expected A-B"),
+        (["run", "--steps", "9-"], "no spans of these steps"),
+        (["run", "--out", "missing/two.json"], "there is no folder missing"),
+    ],
+)
+def test_a_wrong_request_is_one_message(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    profiled(Path("run"))
+    with pytest.raises(ConfigError, match=message):
+        trace(words)
 
 
 @pytest.mark.slow

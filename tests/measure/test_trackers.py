@@ -12,8 +12,24 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 from measure.test_logs import lines_of, plain_console, record
 from phalanx.measure import logs
 from phalanx.measure.logs import RunLog
-from phalanx.measure.trackers import TensorBoard
-from report.test_curves import RECORD as MEMORY
+from phalanx.measure.trackers import TensorBoard, memory_pixels
+from phalanx.report.inline_svg import COLORS
+
+MIB = 2**20
+MEMORY: dict[str, Any] = {
+    "step": 3,
+    "stage": 0,
+    "curve": {
+        "at_s": [0.0, 0.25, 0.5, 1.0],
+        "bytes": {
+            "parameters": [10 * MIB] * 4,
+            "gathered": [0] * 4,
+            "activations": [0, 20 * MIB, 30 * MIB, 0],
+        },
+    },
+    "peak": 2,
+    "predicted": {"at_peak": {"parameters": 10 * MIB, "activations": 40 * MIB}},
+}
 
 FORECAST = {"predicted": 2.0, "measured": 1.0, "error": 1.0}
 
@@ -84,7 +100,7 @@ def test_settings_are_hyperparameters_even_of_a_run_that_is_killed(tmp_path: Pat
     settings = written["_hparams_/session_start_info"].session_start_info.hparams
     assert settings["strategy"].string_value == "dp2" and settings["lr"].number_value == 0.5
     assert settings["shape.hidden"].number_value == 64
-    assert settings["shape.ffn"].string_value == "None"
+    assert "shape.ffn" not in settings
     metrics = written["_hparams_/experiment"].experiment.metric_infos
     assert "train/loss" in [metric.name.tag for metric in metrics]
     assert "_hparams_/session_end_info" not in written
@@ -170,3 +186,19 @@ def test_the_lines_of_the_docs_log_to_other_trackers(
         log.step(record(1))
         log.note("summary", {"steps_done": 1})
     assert "gets no more records" not in shown.getvalue()
+
+
+def test_pixels_of_memory_are_its_bytes() -> None:
+    at_s, num_bytes = MEMORY["curve"].values()
+    held = {"peak": 40 * MIB, "predicted": 50 * MIB}  # so 102 pixels are 51 MiB
+    image = memory_pixels(at_s, num_bytes, held, 100, 102).tolist()
+    parameters, activations = ([*bytes.fromhex(COLORS[at][0][1:])] for at in (0, 2))
+    for column, mib in {10: 0, 35: 20, 75: 30}.items():
+        pixels = [row[column] for row in image]
+        assert abs(pixels.count(parameters) - 20) <= 1
+        assert abs(pixels.count(activations) - 2 * mib) <= 1
+        assert pixels[-1] == parameters and pixels[0] == [255, 255, 255]
+    (predicted,) = [at for at, row in enumerate(image) if row[0] == [0, 0, 0]]
+    assert abs(102 - predicted - 100) <= 1
+    nothing = memory_pixels([0.0, 0.0], {"other": [0, 0]}, {"peak": 0}, 8, 8)
+    assert (nothing == 255).all()

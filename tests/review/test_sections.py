@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from phalanx.measure.spans import ComputeSpan, StepSpans
 from phalanx.review.run_records import read_run
 from phalanx.review.sections import BUCKETS, medians_of, sections_of_run, thinned
 from recorded_run import config, spans, step, write_run
@@ -34,3 +35,17 @@ def test_a_run_before_its_first_step_has_a_report(tmp_path: Path) -> None:
     spans(tmp_path / "own", 0)  # a loop of the user's own has no records
     titles = [section.title for section in sections_of_run(read_run(tmp_path / "own"))]
     assert "A profiled step" in titles
+
+
+def test_the_step_is_drawn_of_the_ranks_that_took_it(tmp_path: Path) -> None:
+    """A run of three ranks is resumed on two, and killed before one wrote its last step."""
+    folder = write_run(tmp_path, config("dp2"))
+    for number, num_ranks, written in ((4, 3, 3), (5, 2, 2), (6, 2, 1)):
+        for rank in range(written):
+            StepSpans(
+                step=number, rank=rank, num_ranks=num_ranks, host="a", strategy="", axes={},
+                coords={}, begin_s=0.0, end_s=1.0, unix_s=1e9, terms_s={},
+                spans=[ComputeSpan(0.0, 1.0, "forward", "forward")],
+            ).write(folder)  # fmt: skip
+    sections = {each.title: each.values() for each in sections_of_run(read_run(folder))}
+    assert sections["A profiled step"][0] == "Step 5, profiled on 2 ranks."

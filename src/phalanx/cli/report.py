@@ -1,14 +1,17 @@
-"""`phalanx report`: what a run's records say, on the screen, as JSON and as one HTML file."""
+"""`phalanx report`: what a run's records say, on the screen, as JSON and as one HTML file.
+
+`phalanx report trace RUN` merges the traces of all ranks into one file for Perfetto.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from importlib import import_module
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional
+from phalanx.errors import ConfigError
 from phalanx.report.html import page
 from phalanx.report.output import check_writable, print_json, writing
 from phalanx.report.tabular import Line, Part, Table
@@ -16,6 +19,7 @@ from phalanx.report.terminal import Terminal
 from phalanx.review.compare import sections_of_comparison
 from phalanx.review.run_records import newest_run, read_run
 from phalanx.review.sections import sections_of_run
+from phalanx.storage import hint_of_missing
 
 MAX_ROWS: Final = 24
 """Most rows of a table on the screen; the page has all."""
@@ -43,7 +47,7 @@ def run(argv: list[str]) -> int:
         ConfigError: a folder has no records of a run, or the page cannot be written.
     """
     if argv[:1] == ["trace"]:
-        return import_module("phalanx.cli.report_trace").trace(argv[1:])
+        return trace(argv[1:])
     config = read_command_line(argv, ReportConfig, prog="phalanx report")
     folders = [Path(each) for each in config.runs] or [newest_run()]
     name = "report.html" if len(folders) == 1 else "comparison.html"
@@ -70,15 +74,59 @@ def run(argv: list[str]) -> int:
             continue
         if number:
             terminal.say(f"\n{section.title}", "bold")
-        terminal.show(*map(_cut, parts))
+        for part in parts:
+            if isinstance(part, Table) and len(part.rows) > MAX_ROWS:
+                note = f"... and {len(part.rows) - MAX_ROWS} rows more on the page. {part.note}"
+                part = replace(part, rows=part.rows[:MAX_ROWS], note=note)
+            terminal.show(part)
     terminal.say(f"\npage        {html}", wraps=False)
     if config.json:
         print_json(document)
     return 0
 
 
-def _cut(part: Part) -> Part:
-    if not isinstance(part, Table) or len(part.rows) <= MAX_ROWS:
-        return part
-    note = f"... and {len(part.rows) - MAX_ROWS} rows more on the page. {part.note}"
-    return Table(part.title, part.heads, part.rows[:MAX_ROWS], part.numbers, note)
+@dataclass(frozen=True, kw_only=True)
+class TraceConfig:
+    """Merge the profiled steps of all ranks into one file for https://ui.perfetto.dev.
+
+    Clocks of hosts are corrected; their errors and the overlap of communication are printed.
+    """
+
+    run: Annotated[str | None, Positional("RUN")] = None
+    """Folder of a run that was profiled, such as by `phalanx train --profile`."""
+    out: str | None = None
+    """File to write; RUN/trace/merged.json if unset."""
+    steps: str | None = None
+    """Steps to merge, as A-B or A; all profiled steps if unset."""
+    json: bool = False
+    """Make the last line of standard output one JSON document."""
+
+
+def trace(argv: list[str]) -> int:
+    """Run `phalanx report trace` and return the exit status.
+
+    Raises:
+        ConfigError: the run was not profiled, or an option does not fit.
+    """
+    config = read_command_line(argv, TraceConfig, prog="phalanx report trace")
+    if config.run is None:
+        raise ConfigError("RUN is missing; expected: phalanx report trace RUN")
+    run = Path(config.run)
+    if not run.is_dir():
+        raise ConfigError(f"there is no run {run}{hint_of_missing(run)}")
+    first, _, last = (config.steps or "1-inf").partition("-")
+    try:
+        low, high = int(first), float(last or first)
+    except ValueError:
+        raise ConfigError(f"--steps is {config.steps!r}; expected A-B, such as 3-4") from None
+    out = Path(config.out) if config.out else run / "trace/merged.json"
+    if config.out:
+        check_writable(out, ".json")
+    from phalanx.review.merge import merge
+
+    with writing(out, "; give another file with --out"):
+        merged = merge(run, out, lambda step: low <= step <= high)
+    Terminal().show(*merged.parts())
+    if config.json:
+        print_json(merged)
+    return 0

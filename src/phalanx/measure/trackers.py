@@ -13,7 +13,7 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from importlib.util import find_spec
@@ -21,9 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from phalanx.errors import CheckpointError
-from phalanx.report.curves import memory_pixels, memory_text
+from phalanx.report.inline_svg import COLORS
+from phalanx.report.units import size_text
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch.utils.tensorboard.writer import SummaryWriter
 
 Values = Mapping[str, Any]
@@ -97,18 +100,27 @@ class TensorBoard:
                 self._stages.add(values["stage"])
                 step, curves = values["step"], f"memory/stage{values['stage']}"
                 held = {kind: of[values["peak"]] for kind, of in values["curve"]["bytes"].items()}
+                words = ", ".join(
+                    f"{kind} {size_text(each)}" for kind, each in held.items() if each
+                )
                 held["peak"] = sum(held.values())
                 if values.get("predicted") is not None:
                     held["predicted"] = sum(values["predicted"]["at_peak"].values())
                 for name, num_bytes in held.items():
                     self._add(f"{curves}/{name}", num_bytes, step)
-                pixels = memory_pixels(values)
+                pixels = memory_pixels(values["curve"]["at_s"], values["curve"]["bytes"], held)
                 self._writer.add_image(f"{curves}/step", pixels, step, dataformats="HWC")
-                words = f"{memory_text(values)} (from bottom to top; the line is the prediction)"
+                words += " at the peak, from bottom to top; the dashes are the predicted peak"
                 self._writer.add_text(f"{curves}/step", words, step)
             case "summary":
-                for curve, value in _of_summary(values):
-                    self._add(curve, value, values["steps_done"])
+                step = values["steps_done"]
+                for axis, num_bytes in sent_by_axis(values).items():
+                    self._add(f"sent/{axis}", num_bytes, step)
+                for group, unit in (("time_s", "s"), ("bytes", "bytes")):
+                    of = (values.get("predicted") or {}).get(group, {})
+                    for name, forecast in of.items():
+                        for kind in ("predicted", "measured"):
+                            self._add(f"{kind}/{name}_{unit}", forecast[kind], step)
                 if self._session_end is not None:
                     cast(Any, self._writer.file_writer).add_summary(self._session_end)
             case _:
@@ -123,7 +135,7 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         # torch's `add_hparams` would open a second run beside this one.
-        parts = hparams(dict(_flat(settings)), dict.fromkeys(FINAL, 0.0))
+        parts = hparams(settings_of(settings), dict.fromkeys(FINAL, 0.0))
         *begin, self._session_end = cast("tuple[Any, Any, Any]", parts)
         for part in begin:
             cast(Any, self._writer.file_writer).add_summary(part)
@@ -144,27 +156,57 @@ class TensorBoard:
             threading.excepthook = self._hook_before
 
 
+def memory_pixels(
+    at_s: Sequence[float],
+    num_bytes: Mapping[str, Sequence[int]],
+    held: Mapping[str, int],
+    width: int = 800,
+    height: int = 400,
+) -> NDArray[np.uint8]:
+    """Return the memory over a step as stacked areas, [height, width, RGB].
+
+    Args:
+        at_s: times of the step; bytes hold until the next time.
+        num_bytes: kind -> bytes at each time.
+        held: the `peak`, and the `predicted` one if known, a line of dashes.
+        width: pixels of the picture.
+        height: pixels of the picture.
+    """
+    import numpy as np
+
+    columns = np.searchsorted(at_s, np.linspace(0, at_s[-1], width), "right") - 1
+    stacked = np.array([*num_bytes.values()], float)[:, columns].cumsum(0)  # [kinds, width]
+    top = 1.02 * max(1, *held.values())
+    above_row = top * np.arange(height, 0, -1)[:, None] / height
+    pixels = np.full((height, width, 3), 255, np.uint8)
+    for kind in reversed(range(len(stacked))):  # the lower kinds over these
+        pixels[above_row <= stacked[kind]] = [*bytes.fromhex(COLORS[kind % len(COLORS)][0][1:])]
+    if "predicted" in held:
+        pixels[int(height * (1 - held["predicted"] / top)), np.arange(width) % 12 < 8] = 0
+    return pixels
+
+
 def number(values: Values, name: str) -> float | None:
     """Return a value of a record, None if unknown; JSON has one that is not finite as text."""
     text = values.get(f"{name}_text")
     return values.get(name) if text is None else float(text)
 
 
-def _flat(settings: Values, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each setting by its dotted name; unset values and lists as text."""
+def settings_of(settings: Values, prefix: str = "") -> dict[str, str | float]:
+    """Return dotted key -> value of each setting that is set; values other than numbers as text."""
+    flat = dict[str, str | float]()
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            yield from _flat(cast("Values", value), f"{prefix}{name}.")
-        else:
-            yield prefix + name, value if isinstance(value, (int, float, str)) else str(value)
+            flat |= settings_of(cast("Values", value), f"{prefix}{name}.")
+        elif value is not None and name not in ("kind", "time"):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            flat[prefix + name] = value if is_number else str(value)
+    return flat
 
 
-def _of_summary(summary: Values) -> Iterator[tuple[str, float]]:
+def sent_by_axis(summary: Values) -> Counter[str]:
+    """Return the bytes that a rank sends in a step, by axis."""
     sent = Counter[str]()
     for entry in summary.get("sent") or ():
-        sent[f"sent/{entry['axis']}"] += entry["sent_bytes"]
-    yield from sent.items()
-    for group, unit in (("time_s", "s"), ("bytes", "bytes")):
-        for name, forecast in (summary.get("predicted") or {}).get(group, {}).items():
-            yield f"predicted/{name}_{unit}", forecast["predicted"]
-            yield f"measured/{name}_{unit}", forecast["measured"]
+        sent[entry["axis"]] += entry["sent_bytes"]
+    return sent

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Final
 
-from phalanx.report.inline_svg import Chart, SpanLanes
+from phalanx.report.inline_svg import COLORS, Chart, SpanLanes
 from phalanx.report.output import values_of
 from phalanx.report.tabular import Line, Number, Part, Table
 
@@ -90,13 +90,18 @@ def _part(part: Drawn, place: str) -> Iterator[str]:
         yield f'<{tag} class="{line.style}"{key}">{escape(line.text)}</{tag}>'
 
 
-_STYLE: Final = """
-:root{--ink:#1d2430;--dim:#5b6675;--page:#fff;--box:#f5f7f9;--rule:#d9dfe6;--c0:#1f5a99;
---c1:#c2572f;--c2:#3b7d4f;--c3:#8a5aa8;--c4:#b8901c;--c5:#2a8c95;--c6:#b04a7a;--c7:#7b8794}
-@media(prefers-color-scheme:dark){:root{--ink:#e3e8ee;--dim:#9aa6b4;--page:#14181d;--box:#1d2329;
---rule:#343c46;--c0:#6ea8e6;--c1:#ee8b62;--c2:#74bd88;--c3:#bd94da;--c4:#dfba52;--c5:#62c3cc;
---c6:#e388b1;--c7:#95a1ae}}
-*{box-sizing:border-box}
+_LIGHT, _DARK = (
+    "".join(f"--c{number}:{each};" for number, each in enumerate(colors))
+    for colors in zip(*COLORS, strict=True)
+)
+
+_STYLE: Final = (
+    f"""
+:root{{{_LIGHT}--ink:#1d2430;--dim:#5b6675;--page:#fff;--box:#f5f7f9;--rule:#d9dfe6}}
+@media(prefers-color-scheme:dark){{:root{{{_DARK}
+--ink:#e3e8ee;--dim:#9aa6b4;--page:#14181d;--box:#1d2329;--rule:#343c46}}}}
+"""
+    + """*{box-sizing:border-box}
 body{margin:0 auto;padding:16px;max-width:1000px;background:var(--page);color:var(--ink);
 font:15px/1.5 system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}
 h1{font-size:22px;line-height:1.3;overflow-wrap:anywhere;margin:8px 0}
@@ -120,8 +125,10 @@ svg text{font-size:12px;fill:var(--ink)}svg .tick{fill:var(--dim);font-size:11px
 .line{fill:none;stroke-width:1.7;stroke-linejoin:round;stroke-linecap:round}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:2px 16px;padding:0;margin:4px 0;
 font-size:13px}.legend i{display:inline-block;width:10px;height:10px;margin-right:6px}
-""" + "".join(
-    f".line.c{n}{{stroke:var(--c{n})}}.area.c{n},.box.c{n}{{fill:var(--c{n})}}"
-    f".legend .c{n}{{background:var(--c{n})}}"
-    for n in range(8)
+"""
+    + "".join(
+        f".line.c{n}{{stroke:var(--c{n})}}.area.c{n},.box.c{n}{{fill:var(--c{n})}}"
+        f".legend .c{n}{{background:var(--c{n})}}"
+        for n in range(len(COLORS))
+    )
 )

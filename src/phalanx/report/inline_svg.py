@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate
 from typing import Any, Final
 
 WIDTH: Final = 640
@@ -22,7 +23,12 @@ BOTTOM: Final = 44
 LANE: Final = 15
 """Pixels of a chart in its own coordinates; the page scales it."""
 
-NUM_COLORS: Final = 8
+COLORS: Final = (
+    *(("#1f5a99", "#6ea8e6"), ("#c2572f", "#ee8b62"), ("#3b7d4f", "#74bd88")),
+    *(("#8a5aa8", "#bd94da"), ("#b8901c", "#dfba52"), ("#2a8c95", "#62c3cc")),
+    *(("#b04a7a", "#e388b1"), ("#7b8794", "#95a1ae")),
+)
+"""Colors of series, in their order, on a light page and on a dark one."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,8 @@ class Chart:
         y: label of the vertical axis, with its unit.
         series: name -> points (x, y).
         scale: sizes of the units of x and y, by which points are divided.
-        is_stacked: whether series are areas on top of each other; they have the same x.
+        is_stacked: whether series are areas on top of each other; they have the same x, from each
+            of which their value holds until the next.
         peak_at: x of a vertical line; None for none.
         planned: y of a horizontal line; None for none.
     """
@@ -51,32 +58,32 @@ class Chart:
 
     def svg(self, place: str) -> str:
         """Return the chart with its legend, as HTML; it is at `place` in the JSON document."""
-        floor = [(x, 0.0) for x, _ in next(iter(self.series.values()))]
-        bands = dict[str, tuple[list[tuple[float, float]], list[tuple[float, float]]]]()
-        for name, points in self.series.items():
-            top = [(x, y) for x, y in points]
-            if self.is_stacked:
-                top = [(x, y + z) for (x, y), (_, z) in zip(top, floor, strict=True)]
-            bands[name] = (top, floor)
-            floor = top if self.is_stacked else floor
-        xs = [x for top, _ in bands.values() for x, _ in top]
-        ys = [y for top, _ in bands.values() for _, y in top] + [
-            self.planned or 0
-        ] * self.is_stacked
-        low, high = (0.0, 1.12 * max(ys)) if self.is_stacked else (min(ys), max(ys))
+        curves = dict(self.series)
+        if self.is_stacked:
+            columns = zip(*([y for _, y in points] for points in curves.values()), strict=True)
+            sums = [[*accumulate(column)] for column in columns]
+            for at, (name, points) in enumerate(curves.items()):
+                curves[name] = [[x, ys[at]] for (x, _), ys in zip(points, sums, strict=True)]
+        xs, ys = zip(*(point for points in curves.values() for point in points), strict=True)
+        high = 1.12 * max(*ys, self.planned or 0) if self.is_stacked else max(ys)
         across = _Axis(min(xs), max(xs), LEFT, WIDTH - 12, self.scale[0])
-        up = _Axis(low, high, HEIGHT - BOTTOM, TOP, self.scale[1])
+        up = _Axis(0.0 if self.is_stacked else min(ys), high, HEIGHT - BOTTOM, TOP, self.scale[1])
         lines = [*_x_axis(across, HEIGHT - BOTTOM, self.x), *_y_axis(up, self.y)]
-        for number, (name, (top, floor)) in enumerate(bands.items()):
-            both = [*top, *reversed(floor)] if self.is_stacked else top
-            drawn = [f"{across(x):.1f} {up(y):.1f}" for x, y in both]
+        drawn = list[str]()
+        for number, (name, points) in enumerate(curves.items()):
+            pixels = [(f"{across(x):.1f}", f"{up(y):.1f}") for x, y in points]
+            kind, path = "line", "L".join(" ".join(each) for each in pixels)
             # Equal curves are all seen: an earlier one is wider than those that cover it.
-            style = f' style="stroke-width:{1.6 * (len(bands) - number):g}"'
-            kind, style = ("area", "") if self.is_stacked else ("line", style)
-            lines.append(
-                f'<path class="{kind} c{number % NUM_COLORS}"{style} d="M{"L".join(drawn)}" '
+            style = f' style="stroke-width:{1.6 * (len(curves) - number):g}"'
+            if self.is_stacked:  # drawn down to zero, and those below over it
+                steps = "".join(f"H{x}V{y}" for x, y in pixels[1:])
+                kind, style = "area", ""
+                path = f"{pixels[0][0]} {up(0):.1f}V{pixels[0][1]}{steps}V{up(0):.1f}z"
+            drawn.append(
+                f'<path class="{kind} c{number % len(COLORS)}"{style} d="M{path}" '
                 f'data-points="{escape(f"{place}/series/{name}")}"/>'
             )
+        lines += reversed(drawn) if self.is_stacked else drawn
         if self.peak_at is not None:
             at = across(self.peak_at)
             lines.append(f'<path class="mark" d="M{at:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
@@ -85,7 +92,7 @@ class Chart:
             at = up(self.planned)
             lines.append(f'<path class="mark" d="M{LEFT} {at:.1f}H{WIDTH - 12}"/>')
             lines.append(_text(LEFT + 6, at - 5, "predicted peak", "over", "start"))
-        return _figure(self.title, f"{self.y} over {self.x}", HEIGHT, lines, [*bands])
+        return _figure(self.title, f"{self.y} over {self.x}", HEIGHT, lines, [*curves])
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ class SpanLanes:
                 own = [(across(begin), across(end)) for begin, end, each in lane if each == kind]
                 boxes = (f"M{x:.1f} {top}H{to:.1f}v{LANE - 3}H{x:.1f}z" for x, to in own)
                 if own:
-                    color = f'class="box c{number % NUM_COLORS}"'
+                    color = f'class="box c{number % len(COLORS)}"'
                     lines.append(f'<path {color} d="{"".join(boxes)}"/>')
         about = f"spans by lane, at {place} of the JSON document"
         return _figure(self.title, about, bottom + BOTTOM, lines, self.kinds)
@@ -166,7 +173,7 @@ def _y_axis(axis: _Axis, label: str) -> Iterator[str]:
 
 def _figure(title: str, about: str, height: float, lines: list[str], names: Sequence[str]) -> str:
     legend = "".join(
-        f'<li><i class="c{number % NUM_COLORS}"></i>{escape(name)}</li>'
+        f'<li><i class="c{number % len(COLORS)}"></i>{escape(name)}</li>'
         for number, name in enumerate(names)
     )
     label = escape(f"{title}: {about}")

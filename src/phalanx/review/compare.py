@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from phalanx.measure.trackers import sent_by_axis, settings_of
 from phalanx.report.html import Drawn, Section
 from phalanx.report.inline_svg import Chart
 from phalanx.report.tabular import Line, Number, Table
 from phalanx.report.units import MIB, time_text
 from phalanx.review.run_records import RunRecords
-from phalanx.review.sections import (
-    curves_of,
-    lines_of_run,
-    medians_of,
-    sent_by_axis,
-    settings_of,
-    significant,
-)  # fmt: skip
+from phalanx.review.sections import curves_of, lines_of_run, medians_of, significant
 
 
 def sections_of_comparison(runs: Sequence[RunRecords]) -> Iterator[Section]:
@@ -53,7 +47,11 @@ def sections_of_comparison(runs: Sequence[RunRecords]) -> Iterator[Section]:
     held = [(run.summary.get("memory") or {}).get("at_peak", {}) for run in runs]
     for title, rows, unit in (
         ("Time of a step, median ms", times, 1e-3),
-        ("MiB that a rank sends in a step", _union([sent_by_axis(run) for run in runs]), MIB),
+        (
+            "MiB that a rank sends in a step",
+            _union([sent_by_axis(run.summary) for run in runs]),
+            MIB,
+        ),
         ("Memory of rank 0 at its peak, MiB", _union(held), MIB),
     ):
         heads = ["what", *(Number(name, significant, unit) for name in names)]

@@ -8,6 +8,7 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from phalanx.measure.clock import clocks
 from phalanx.measure.peaks import NO_GRADE, grade_of
 from phalanx.measure.spans import CollectiveSpan, CounterSample, StepSpans, read_spans, span_files
 from phalanx.measure.straggler import accuse, window_from
+from phalanx.measure.trackers import sent_by_axis, settings_of
 from phalanx.report.html import Drawn, Section
 from phalanx.report.inline_svg import Chart, SpanLanes
 from phalanx.report.tabular import Line, Number, Table
@@ -36,7 +38,7 @@ DRAWN_RANKS: Final = 8
 """Most ranks whose timeline or memory is drawn."""
 
 SMALL: Final = 0.05
-"""A part of a step or of the memory below this fraction is not named as the largest error."""
+"""An error of a prediction below this part of the step or of the memory slows no run."""
 
 NUM_PUBLISHED: Final = 5
 
@@ -45,6 +47,8 @@ _KINDS: Final = (
     *("wait: bubble", "wait: communication"),
 )
 """Kinds of the spans of a timeline, in the order of their colors."""
+
+_OF_RANKS: Final = ("least rank", "median rank", "most rank")
 
 Parts = Iterator[Drawn]
 
@@ -68,6 +72,14 @@ def mib(*names: str) -> list[Number]:
 def percents(*names: str, sign: str = "") -> list[Number]:
     """Return heads of columns of fractions."""
     return [Number(f"{name}, %", f"{sign}.1f", 0.01) for name in names]
+
+
+_FORECASTS: Final = {
+    "time_s": ("Time of a step", ms, time_text, "the time of "),
+    "sent": ("Bytes that a rank sends in a step", mib, size_text, "the bytes over "),
+    "bytes": ("Memory of rank 0, largest bytes", mib, size_text, "the memory, "),
+}
+"""Group of a prediction -> title of its table, heads, text of a value, and noun."""
 
 
 def sections_of_run(run: RunRecords) -> Iterator[Section]:
@@ -113,11 +125,9 @@ def lines_of_run(run: RunRecords) -> Parts:
     costs = {
         term: s for term, s in medians_s.items() if term not in ("step", "forward", "backward")
     }
-    cost = max(costs, key=costs.__getitem__, default="other")
-    cause = f"{cost.capitalize()} takes most of the step besides forward and backward."
-    cause = (
-        _straggler(run) or _largest_error(run, least=SMALL) or run.summary.get("advice") or cause
-    )
+    cost = max(costs, key=costs.__getitem__, default="other").capitalize()
+    cause = _straggler(run) or _largest_error(run, least=SMALL) or run.summary.get("advice")
+    cause = cause or f"{cost} takes most of the step besides forward and backward."
     yield Line(cause, "bold")
     if run.num_damaged:
         yield f"{run.num_damaged:,} lines of the records are damaged, and left out."
@@ -145,18 +155,6 @@ def units_per_s(run: RunRecords) -> float | None:
     """Return tokens (or samples) per second at the medians."""
     units = [run.columns["tokens"][at] for at in _measured(run)] if "tokens" in run.columns else []
     return statistics.median(units) / medians_of(run)[0]["step"] if units else None
-
-
-def settings_of(config: Mapping[str, Any], before: str = "") -> dict[str, str | float]:
-    """Return dotted key -> value of each setting that is set; values other than numbers as text."""
-    found = dict[str, str | float]()
-    for name, value in config.items():
-        if isinstance(value, dict):
-            found |= settings_of(value, f"{before}{name}.")
-        elif value is not None and name not in ("kind", "time"):
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            found[before + name] = value if is_number else str(value)
-    return found
 
 
 def thinned(xs: Sequence[float], ys: Sequence[float]) -> list[list[float]]:
@@ -200,42 +198,40 @@ def _planned(run: RunRecords) -> Parts:
     predicted = run.summary.get("predicted") or {}
     if largest := _largest_error(run):
         yield largest
-    for title, name, heads in (
-        ("Time of a step", "time_s", ms("predicted", "measured")),
-        ("Bytes that a rank sends in a step", "sent", mib("predicted", "measured")),
-        ("Memory of rank 0, largest bytes", "bytes", mib("predicted", "measured")),
-    ):
+    for group, (title, heads, _, _) in _FORECASTS.items():
         rows = [
             (
-                what,
-                each["predicted"],
-                each["measured"],
+                "exposed communication" if what == "communication" and group == "time_s" else what,
+                *(each["predicted"], each["measured"]),
                 each.get("error") if each["measured"] else None,
             )
-            for what, each in predicted.get(name, {}).items()
+            for what, each in predicted.get(group, {}).items()
             if each["predicted"] or each["measured"]
         ]
         if rows:
-            yield Table(title, ("what", *heads, *percents("error", sign="+")), rows)
+            heads = (*heads("predicted", "measured"), *percents("error", sign="+"))
+            yield Table(title, ("what", *heads), rows)
     if machine := predicted.get("machine"):
         yield f"The prediction is based on: {machine}"
 
 
 def _largest_error(run: RunRecords, least: float = 0.0) -> str | None:
-    """Return a sentence on the largest relative error of the prediction, if it is over `least`."""
-    errors = list[tuple[float, str]]()
-    for group, text in (("time_s", time_text), ("sent", size_text), ("bytes", size_text)):
+    """Return a sentence on the error that is the largest part of the step, bytes or memory.
+
+    Causes of a step's time are compared rather than the step; errors below `least` are not named.
+    """
+    errors = [(least, "")]
+    for group, (_, _, text, noun) in _FORECASTS.items():
         of = (run.summary.get("predicted") or {}).get(group, {})
         whole = max((each["measured"] for each in of.values()), default=0)
-        noun = {"time_s": "the time of ", "sent": "the bytes over "}.get(group, "the memory, ")
         for what, each in of.items():
-            pair = each["predicted"], each["measured"]
-            if each.get("error") is not None and each["measured"] and max(pair) > SMALL * whole:
-                both = f"predicted {text(pair[0])}, measured {text(pair[1])}"
-                words = f"{noun}{'a step' if what == 'step' else what}: {both}"
-                errors.append((abs(each["error"]), f"{words} ({each['error']:+.0%})"))
-    largest, words = max(errors, default=(0.0, ""))
-    return f"The plan errs most on {words}." if words and largest >= least else None
+            planned, measured = each["predicted"], each["measured"]
+            if whole and (what != "step" or len(of) == 1):
+                words = f"{noun}{what}: predicted {text(planned)}, measured {text(measured)}"
+                words += f" ({planned / measured - 1:+.0%})" if measured else ""
+                errors.append((abs(planned - measured) / whole, words))
+    _, words = max(errors)
+    return f"The plan errs most on {words}." if words else None
 
 
 def _ledger(run: RunRecords) -> Parts:
@@ -249,7 +245,7 @@ def _ledger(run: RunRecords) -> Parts:
     by_rank = _by_rank(windows, "by_rank")
     heads, rows = ["term", *ms("rank 0, median"), *percents("part")], list[list[Any]]()
     if by_rank:
-        heads += ms("least rank", "median rank", "most rank")
+        heads += ms(*_OF_RANKS)
     wall_s = sum(run.columns["wall_s"][at] for at in measured)
     for term, median_s in medians_of(run)[0].items():
         of = "wall" if term == "step" else term
@@ -269,7 +265,7 @@ def _ledger(run: RunRecords) -> Parts:
         yield Table("By rank, mean ms of a step", (Number("rank", "d"), "host", *numbers), rows)
     if exposed := _by_rank(windows, "exposed"):
         rows = [[axis, *_spread(seconds)] for axis, seconds in exposed.items()]
-        heads = ("axis", *ms("least rank", "median rank", "most rank"))
+        heads = ("axis", *ms(*_OF_RANKS))
         yield Table("Exposed communication by axis, mean of a step", heads, rows)
 
 
@@ -297,16 +293,20 @@ def _straggler(run: RunRecords) -> str | None:
 
 
 def _profiled(run: RunRecords) -> Parts:
-    """Yield lanes and overlap of the last step that all ranks profiled."""
-    steps = dict[str, list[Path]]()
-    for file in span_files(run.folder):
-        steps.setdefault(file.parent.name, []).append(file)
-    if not steps:
+    """Yield lanes and overlap of the last step with the spans of all ranks that took it."""
+    steps = [[*files] for _, files in groupby(span_files(run.folder), key=lambda file: file.parent)]
+    ranks = list[StepSpans]()
+    for files in reversed(steps):  # a killed run lacks some files of its last step
+        ranks = [read_spans(file) for file in files]
+        if len(ranks) == ranks[0].num_ranks:
+            break
+    if not ranks:
         return
-    most = max(map(len, steps.values()))
-    files = [each for each in steps.values() if len(each) == most][-1]
-    ranks = [read_spans(file) for file in files]
-    begins_s = _begins(run.folder, ranks)
+    try:  # by the clock of rank 0
+        known = clocks(run.folder)
+        begins_s = [known.to_rank0(step.rank, step.begin_s) for step in ranks]
+    except (OSError, KeyError):  # the clocks of these ranks were not compared
+        begins_s = [0.0] * len(ranks)
     every, lanes = math.ceil(len(ranks) / DRAWN_RANKS), dict[str, list[list[Any]]]()
     for step, begin_s in [*zip(ranks, begins_s, strict=True)][::every]:
         least_s, first_s = (step.end_s - step.begin_s) / DRAWN_PARTS, min(begins_s) - begin_s
@@ -332,27 +332,10 @@ def _profiled(run: RunRecords) -> Parts:
     yield from overlap_of(ranks).tables()
 
 
-def _begins(folder: Path, ranks: Sequence[StepSpans]) -> list[float]:
-    """Return the begin of the step on each rank by the clock of rank 0, or zeros if unknown."""
-    try:
-        known = clocks(folder)
-        return [known.to_rank0(step.rank, step.begin_s) for step in ranks]
-    except (OSError, KeyError):  # the clocks of these ranks were not compared
-        return [0.0] * len(ranks)
-
-
-def sent_by_axis(run: RunRecords) -> Counter[str]:
-    """Return the bytes that a rank sends in a step, by axis."""
-    found = Counter[str]()
-    for entry in run.summary.get("sent") or ():
-        found[entry["axis"]] += entry["sent_bytes"]
-    return found
-
-
 def _bytes(run: RunRecords) -> Parts:
     """Yield a sentence for each axis, and the collectives of one rank in a step."""
     entries: list[dict[str, Any]] = run.summary.get("sent") or []
-    for axis, sent_bytes in sent_by_axis(run).most_common():
+    for axis, sent_bytes in sent_by_axis(run.summary).most_common():
         own = sorted((e for e in entries if e["axis"] == axis), key=lambda e: -e["sent_bytes"])
         large = [each for each in own if each["sent_bytes"] > 0.01 * sent_bytes]
         words = "; ".join(
@@ -375,9 +358,9 @@ def _bytes(run: RunRecords) -> Parts:
 def _memory(run: RunRecords) -> Parts:
     account, predicted = run.summary.get("memory") or {}, run.summary.get("predicted") or {}
     if account:
-        names = {"peak_bytes": "peak of rank 0", "largest_bytes": "highest peak of any rank"}
-        names["resident_bytes"] = "RAM of rank 0's process"
-        rows = [(text, account[name]) for name, text in names.items()]
+        names = ("peak of rank 0", "highest peak of any rank", "RAM of rank 0's process")
+        values = (account[f"{each}_bytes"] for each in ("peak", "largest", "resident"))
+        rows = [*zip(names, values, strict=True)]
         yield Table("", ("of", *mib("bytes")), rows)
         most, peak = predicted.get("bytes", {}), predicted.get("bytes_at_peak", {})
         rows = [
@@ -406,15 +389,18 @@ def _memory(run: RunRecords) -> Parts:
         heads = (*mib("peak", "predicted"), *percents("error", sign="+"), "phase", *ms("at"))
         heads = (Number("rank", "d"), Number("stage", "d"), *heads)
         yield Table("The peak of each rank", heads, rows)
+    # A kind that any rank holds is drawn for each, so that it has the same color in all drawings.
+    held = [record["curve"]["bytes"] for record in run.memory.values()]
+    kinds = {kind for each in held for kind, values in each.items() if any(values)}
     # Drawn are the highest peaks, of each stage one first.
     rows.sort(key=lambda row: -row[2])
     drawn = {**{row[1]: row for row in reversed(rows)}, **{("rest", *row): row for row in rows}}
     for row in sorted([*dict.fromkeys(drawn.values())][:DRAWN_RANKS]):
         curve = run.memory[row[0]]["curve"]
         series = {
-            kind: [[at_s, each] for at_s, each in zip(curve["at_s"], values, strict=True)]
+            kind: [*map(list, zip(curve["at_s"], values, strict=True))]
             for kind, values in curve["bytes"].items()
-            if any(values)
+            if kind in kinds
         }
         yield Chart(
             f"Memory of rank {row[0]} over a step", "time in the step, ms", "MiB", series,
@@ -448,16 +434,8 @@ def _utilization(run: RunRecords) -> Parts:
     is_gpu = bool(gpus) and run.config.get("device") != "cpu"
     rows.sort(key=lambda row: abs(math.log(row["parameters"] / size)))
     rows.sort(key=lambda row: is_gpu and row["hardware"].split("-")[0] not in gpus)
-    names = (
-        "model",
-        "hardware",
-        "num_devices",
-        "parameters",
-        "mfu",
-        "hfu",
-        "flops_per_s",
-        "source",
-    )
+    names = ("model", "hardware", "num_devices", "parameters")
+    names = (*names, "mfu", "hfu", "flops_per_s", "source")
     numbers = (Number("devices", ",.0f"), Number("parameters, M", ",.0f", 1e6))
     rates = (*percents("MFU", "HFU"), Number("TFLOP/s", ",.0f", 1e12))
     note = "" if is_gpu else "This run is on CPUs, these are on GPUs and TPUs."
