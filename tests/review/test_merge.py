@@ -241,7 +241,7 @@ def test_files_are_merged_as_a_stream(
     tracemalloc.stop()
     assert not merged.notes
     assert merged.num_bytes < 100e6
-    assert peak_bytes < merged.num_bytes / 2
+    assert peak_bytes < 0.75 * merged.num_bytes
     if num_ranks < 64:
         checked(tmp_path / "merged.json")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from phalanx.measure.clock import clocks
+from phalanx.measure.clock import offset, read_comparisons
 from phalanx.measure.peaks import NO_GRADE, grade_of
 from phalanx.measure.spans import CollectiveSpan, CounterSample, StepSpans, read_spans, span_files
 from phalanx.measure.straggler import accuse, window_from
@@ -335,8 +335,8 @@ def _profiled(run: RunRecords) -> Parts:
 def _begins(folder: Path, ranks: Sequence[StepSpans]) -> list[float]:
     """Return the begin of the step on each rank by the clock of rank 0, or zeros if unknown."""
     try:
-        known = clocks(folder)
-        return [known.to_rank0(step.rank, step.begin_s) for step in ranks]
+        known = read_comparisons(folder)
+        return [s.begin_s - float(offset(known[s.rank], s.begin_s)[0]) for s in ranks]
     except (OSError, KeyError):  # the clocks of these ranks were not compared
         return [0.0] * len(ranks)
 
