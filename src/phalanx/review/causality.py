@@ -77,7 +77,10 @@ def align(nodes: Sequence[Node], known: Mapping[int, Sequence[Comparison]]) -> s
         np.concatenate([getattr(node, name) for node in nodes])
         for name in ("own_s", "calls", "is_source", "is_target")
     )
-    rank_of = np.repeat([n.head.rank for n in nodes], [len(n.own_s) for n in nodes])
+    rows = [len(node.own_s) for node in nodes]
+    rank_of = np.repeat([node.head.rank for node in nodes], rows)
+    is_recv = is_target & ~is_source
+    is_target &= np.repeat([node.head.device != "cuda" for node in nodes], rows)
     own_s, lanes = own_s.ravel(), list[Array]()  # the times of a rank, in order
     x, errors_s = np.empty_like(own_s), np.empty_like(own_s)
     for rank in np.unique(rank_of):
@@ -96,7 +99,6 @@ def align(nodes: Sequence[Node], known: Mapping[int, Sequence[Comparison]]) -> s
     errors_s = (abs(high - low) / 2).reshape(-1, 2)
 
     # Of one call, a sender or else the rank that began first comes first.
-    is_recv = is_target & ~is_source
     order = np.lexsort((begins_s, is_recv, calls))
     is_first = np.append(True, calls[order][1:] != calls[order][:-1])
     start = order[is_first][np.cumsum(is_first) - 1]
@@ -105,7 +107,7 @@ def align(nodes: Sequence[Node], known: Mapping[int, Sequence[Comparison]]) -> s
     roles = np.full(len(calls), "")
     roles[order[is_finish]], roles[start[is_finish]] = "f", "s"
 
-    cuts = np.cumsum([len(node.own_s) for node in nodes])[:-1]
+    cuts = np.cumsum(rows)[:-1]
     parts = (np.split(each, cuts) for each in (rank0_s, errors_s, roles))
     for node, node.rank0_s, errors_s, node.roles in zip(nodes, *parts, strict=True):
         # Between two of these times, x is taken as linear.
