@@ -55,7 +55,8 @@ class Overlap:
         """Return the tables to print; none without communication."""
         names = ("under way", "hidden", "exposed", "beside")
         heads = ("axis", *(Number(f"{name} ms", ",.2f", 1e-3) for name in names), "hidden share")
-        rows = [[*axis.values()][:-1] + [percent(axis["hidden_share"])] for axis in self.axes]
+        rows = [[*(axis | {"hidden_share": percent(axis["hidden_share"])}).values()]
+                for axis in self.axes]  # fmt: skip
         note = "a step, on average over ranks; beside: while the rank waits for another axis"
         tables = [Table("Overlap by axis", heads, rows, ("hidden share",), note)]
         lines = defaultdict[str, list[str]](list)
@@ -109,13 +110,15 @@ def overlap_of(steps: Iterable[StepSpans]) -> Overlap:
                     break
                 seconds = min(flight.end_s, span.end_s) - max(flight.begin_s, span.begin_s)
                 both_s[span.phase, span.part, *name] += seconds
-    names = ("phase", "part", "op", "label", "axis", "seconds")
-    beneath = [
-        dict(zip(names, (*key, s), strict=True))
-        | {"share_of_part": s / parts_s[key[:2]], "share_of_collective": s / flights_s[key[2:]]}
-        for key, s in both_s.items()
-        if s >= LEAST_SHARE * min(parts_s[key[:2]], flights_s[key[2:]]) > 0
-    ]
+    beneath: list[dict[str, Any]] = [
+        {
+            "phase": phase, "part": part, "op": op, "label": label, "axis": axis, "seconds": s,
+            "share_of_part": s / parts_s[phase, part],
+            "share_of_collective": s / flights_s[op, label, axis],
+        }
+        for (phase, part, op, label, axis), s in both_s.items()
+        if s >= LEAST_SHARE * min(parts_s[phase, part], flights_s[op, label, axis]) > 0
+    ]  # fmt: skip
     beneath.sort(key=lambda e: (first_s[e["phase"], e["part"]], -e["share_of_collective"]))
     names = ("under_way_s", "hidden_s", "exposed_s", "beside_s")
     axes = [
