@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import sys
+from bisect import bisect
+from collections import Counter
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.together import barrier
 from phalanx.comm.waits import around_waits
+from phalanx.config.profile_options import ProfileOptions
 from phalanx.launch.local import run_ranks
+from phalanx.measure.profile import Profile
 from phalanx.measure.timer import StepTimer
 from phalanx.parallel.pipeline.runtime import Pipeline
 from phalanx.parallel.pipeline.schedule import Action, Schedule
 from phalanx.parallel.pipeline.simulate import Span, most_in_flight, simulate
+from phalanx.review.merge import merge
 from phalanx.show.schedules import ShowSchedule, StageDurations, plan, schedule_of, stage_times
+from phalanx.strategy import Strategy
 from phalanx.train.step import TERMS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/pipeline"))
@@ -83,44 +91,75 @@ def test_what_runs_is_what_was_planned(p: int, subtests: pytest.Subtests) -> Non
             check_order(schedule, records)
 
 
-def bubbles(p: int, times: StageDurations) -> list[list[float]]:
-    """Return the bubble of each schedule on this rank, for each of three steps."""
-    comm, found = Ranks({"pp": p}), list[list[float]]()
-    for text in SCHEDULES:
+def profile_all(p: int, times: StageDurations, folder: str) -> list[list[float]]:
+    """Profile each schedule in a run of its own; return its bubble on this rank in each step."""
+    comm, ledger = Ranks(strategy := Strategy.parse(f"pp{p}")), list[list[float]]()
+    for number, text in enumerate(SCHEDULES):
         schedule = built(text, p, 4)
         stages = TimedStages(schedule.num_stages, schedule.stages_of(comm.rank), times, 300)
         pipeline = Pipeline(stages, comm, lambda _, schedule=schedule: schedule)
+        options = ProfileOptions(wait=0, warmup=1, active=3)
+        profile = Profile(
+            Path(folder, str(number)), comm, strategy, options,
+            model=nn.Linear(1, 1), phases=TERMS, say=print,
+        )  # fmt: skip
         timer = StepTimer()
 
         def phase(name: str, timer: StepTimer = timer) -> AbstractContextManager[None]:
             return timer.phase(TERMS[name])
 
         with around_waits(lambda _, axis, timer=timer: timer.wait(axis)):
-            for _ in range(4):
+            for step in range(1, 5):
                 barrier()
+                profile.begin_step(step)
                 timer.begin_step()
                 pipeline(range(4), torch.tensor, half_square, phase)
                 with phase("metrics"):
                     comm.all_reduce(torch.zeros(1), "loss")
-                timer.end_step()
-        found.append([step.terms_s["bubble"] for step in timer.history][1:])
-    return found
+                profile.end_step(timer.end_step().terms_s, timer.switches)
+        profile.close(is_failed=False)
+        ledger.append([step.terms_s["bubble"] for step in timer.history][1:])
+    return ledger
 
 
 @pytest.mark.slow
-def test_the_bubble_of_each_rank_is_its_idle_time_in_the_simulation(
-    subtests: pytest.Subtests,
+def test_the_traced_bubble_and_microbatches_in_flight_are_those_of_the_simulation(
+    subtests: pytest.Subtests, tmp_path: Path
 ) -> None:
     p, times = 4, StageDurations(0.06, 0.06, 0.06)
-    ranks: list[list[list[float]]] = run_ranks(bubbles, p, p, times, threads=1)
+    ledger: list[list[list[float]]] = run_ranks(
+        profile_all, p, p, times, str(tmp_path), threads=1
+    )  # fmt: skip
     for number, text in enumerate(SCHEDULES):
-        timeline = simulate(schedule := built(text, p, 4), times.of)
-        for rank, order in enumerate(schedule.orders):
+        schedule = built(text, p, 4)
+        out = tmp_path / str(number) / "merged.json"
+        assert not merge(out.parent, out).notes
+        events = json.loads(out.read_text())["traceEvents"]
+        begins = [[e["ts"] for e in events if (e["pid"], e.get("cat")) == (r, "step")]
+                  for r in range(p)]  # fmt: skip
+        traced_s = [Counter[object]() for _ in begins[0]]
+        for event in events:
+            if event["ph"] == "X" and "term" in event["args"]:
+                step, args = bisect(begins[event["pid"]], event["ts"]) - 1, event["args"]
+                key = event["pid"] if args["term"] == "bubble" else args.get("part")
+                traced_s[step][key] += event["dur"] / 1e6
+        # Other work on these cores lengthens a wait; the simulation takes waits as they were.
+        timelines = [
+            simulate(schedule, lambda action, of_step=of_step: of_step[str(action)])
+            for of_step in traced_s
+        ]
+        for rank in range(p):
+            own = [e["args"] for e in events if (e["pid"], e["name"]) == (rank, "in flight")]
+            idle_s = [
+                each.length - sum(end - begin for _, begin, end in each.lanes[rank])
+                for each in timelines
+            ]
+            bubble_s = [of_step[rank] for of_step in traced_s]
             with subtests.test(schedule=text, rank=rank):
-                idle_s = timeline.length - sum(map(times.of, order))
-                # Other work on these cores may lengthen a step, and shortens none.
-                bubble_s = min(ranks[rank][number])
-                assert bubble_s == pytest.approx(idle_s, rel=0.05, abs=0.01)
+                assert max(args["microbatches"] for args in own) == most_in_flight(schedule)[rank]
+                assert bubble_s == pytest.approx(ledger[rank][number], abs=1e-3)
+                nearest = min(zip(bubble_s, idle_s, strict=True), key=lambda e: abs(e[0] - e[1]))
+                assert nearest[0] == pytest.approx(nearest[1], rel=0.05, abs=0.01)
 
 
 def check_order(schedule: Schedule, records: list[RankRecord]) -> None:

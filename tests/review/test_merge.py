@@ -27,7 +27,7 @@ from synthetic_spans import (
 from namespaces import HOSTS
 from phalanx.errors import ConfigError
 from phalanx.measure.clock import CLOCK
-from phalanx.measure.spans import CollectiveSpan, ComputeSpan, CounterSample, Span
+from phalanx.measure.spans import CollectiveSpan, ComputeSpan, CounterSample, Span, span_files
 from phalanx.review.merge import merge
 
 
@@ -202,6 +202,28 @@ def test_messages_that_contradict_the_measured_clocks_are_named(tmp_path: Path) 
     checked(tmp_path / "merged.json")
 
 
+def test_calls_on_a_gpu_return_before_others_begin_and_contradict_no_clock(tmp_path: Path) -> None:
+    clocks, pair = [bent(0, 0)] * 2, (0, 1)
+
+    def spans_of(rank: int) -> list[Span]:
+        called_s = 0.1 + 0.1 * rank
+        return [
+            collective(0.3, 0.4, "send", "pp", pair, 0, 0)
+            if rank
+            else collective(0.0, 0.4, "recv", "pp", pair, 0, 1),
+            collective(called_s, called_s + 1e-5, "all_reduce", "dp", pair, 0),
+        ]
+
+    write_clocks(tmp_path, clocks, [9.0, 12.0])
+    write_step(tmp_path, 1, clocks, 10.0, {"dp": 2}, spans_of)
+    for file in span_files(tmp_path):
+        file.write_text(file.read_text().replace('"device": "cpu"', '"device": "cuda"'))
+    assert not merge(tmp_path, tmp_path / "merged.json").notes
+    events = checked(tmp_path / "merged.json")
+    ends = {(e["ph"], e["pid"], e["id"]) for e in events if e["ph"] in "sf"}
+    assert ends == {("s", 1, 0), ("f", 0, 0), ("s", 0, 1), ("f", 1, 1)}
+
+
 def job_of(num_ranks: int, num_blocks: int, num_microbatches: int) -> list[Span]:
     """The spans of an fsdp step of a rank: each block is gathered, computed and reduced."""
     spans, at_s, group, number = list[Span](), 0.0, tuple(range(num_ranks)), 0
@@ -241,7 +263,7 @@ def test_files_are_merged_as_a_stream(
     tracemalloc.stop()
     assert not merged.notes
     assert merged.num_bytes < 100e6
-    assert peak_bytes < merged.num_bytes / 2
+    assert peak_bytes < 0.75 * merged.num_bytes
     if num_ranks < 64:
         checked(tmp_path / "merged.json")
 

@@ -32,7 +32,10 @@ def test_a_resumed_run_has_medians_of_its_last_process(tmp_path: Path) -> None:
 def test_a_run_before_its_first_step_has_a_report(tmp_path: Path) -> None:
     first, *_ = sections_of_run(read_run(write_run(tmp_path, config("dp2"))))
     assert first.values()[1] == "no step was recorded"
-    spans(tmp_path / "own", 0)  # a loop of the user's own has no records
+    for rank in (0, 1):
+        spans(tmp_path / "own", rank)  # a loop of the user's own has no records
+    line = '{"rank": 0, "at_s": 1.0, "offset_s": 0.0, "error_s": 0.0}\n'  # the disk was full
+    (tmp_path / "own/trace/clock.jsonl").write_text(line)
     titles = [section.title for section in sections_of_run(read_run(tmp_path / "own"))]
     assert "A profiled step" in titles
 

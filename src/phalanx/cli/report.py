@@ -114,9 +114,9 @@ def trace(argv: list[str]) -> int:
     run = Path(config.run)
     if not run.is_dir():
         raise ConfigError(f"there is no run {run}{hint_of_missing(run)}")
-    first, _, last = (config.steps or "1-inf").partition("-")
+    first, dash, last = (config.steps or "1-inf").partition("-")
     try:
-        low, high = int(first), float(last or first)
+        low, high = int(first), float(last if dash else first)
     except ValueError:
         raise ConfigError(f"--steps is {config.steps!r}; expected A-B, such as 3-4") from None
     out = Path(config.out) if config.out else run / "trace/merged.json"

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from phalanx.comm.waits import declared
 from phalanx.storage import open_to_append
@@ -28,17 +29,19 @@ from phalanx.storage import open_to_append
 if TYPE_CHECKING:
     from phalanx.comm.comm import Comm
 
+Array = NDArray[Any]
+
 CLOCK: Final = "trace/clock.jsonl"
 """File of the comparisons, within the folder of a run."""
 
 ROUNDS: Final = 16
 """Messages to each rank and back in one comparison."""
 
-DRIFT: Final = 200e-6
-"""Largest difference of two clocks' rates, of which crystals and NTP each cause up to a half."""
-
 WANDER: Final = 5e-6
 """Largest difference between the rate of a clock and its mean rate between two comparisons."""
+
+DRIFT: Final = 200e-6
+"""Largest difference of two clocks' rates, of which crystals and NTP each cause up to a half."""
 
 
 def now() -> float:
@@ -46,8 +49,7 @@ def now() -> float:
     return time.perf_counter()
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(NamedTuple):
     """A comparison of a rank's clock with the clock of rank 0.
 
     Attributes:
@@ -100,7 +102,7 @@ def compare(run: Path, comm: Comm) -> None:
     if comm.rank == 0:
         (run / CLOCK).parent.mkdir(parents=True, exist_ok=True)
         with open_to_append(run / CLOCK) as file:
-            file.write("".join(json.dumps(asdict(each)) + "\n" for each in comparisons))
+            file.write("".join(json.dumps(each._asdict()) + "\n" for each in comparisons))
 
 
 def comparison_of(rank: int, rounds: Iterable[tuple[float, float, float]]) -> Comparison:
@@ -112,62 +114,45 @@ def comparison_of(rank: int, rounds: Iterable[tuple[float, float, float]]) -> Co
     return Comparison(rank, at_s, (least_s + most_s) / 2, abs(most_s - least_s) / 2)
 
 
-class Clocks:
-    """The clocks of the ranks of a run, from their comparisons."""
+def offset(comparisons: Sequence[Comparison], times_s: ArrayLike) -> tuple[Array, Array]:
+    """Return the offset of a rank's clock at its times, and the largest error of each.
 
-    def __init__(self, comparisons: Iterable[Comparison]) -> None:
-        """Use `comparisons` in the order in which they were made."""
-        self._of_rank = defaultdict[int, list[Comparison]](list)
-        for each in comparisons:
-            self._of_rank[each.rank].append(each)
-
-    def __contains__(self, rank: int) -> bool:
-        return rank in self._of_rank
-
-    def offset(self, rank: int, t_s: float) -> Comparison:
-        """Return the offset of a rank's clock at its time `t_s`, with the largest error.
-
-        Between two comparisons the clock is taken as linear. Before the first, after the last, and
-        where the clock was set between two (another host has the rank since), the nearest
-        comparison holds, and the error grows by DRIFT.
-        """
-        #  error    \_                      _/|       |\_
-        #             \__-- WANDER --______/  |       |  \_ DRIFT
-        #               first          second |       last
-        for first, second in pairwise(self._of_rank[rank]):
-            span_s = second.at_s - first.at_s
-            jump_s = abs(second.offset_s - first.offset_s) - first.error_s - second.error_s
-            if first.at_s <= t_s <= second.at_s and span_s and jump_s <= DRIFT * span_s:
-                share = (t_s - first.at_s) / span_s
-                offset_s = first.offset_s + share * (second.offset_s - first.offset_s)
-                error_s = first.error_s + share * (second.error_s - first.error_s)
-                if rank:
-                    error_s += WANDER * min(t_s - first.at_s, second.at_s - t_s)
-                return Comparison(rank, t_s, offset_s, error_s)
-        nearest = min(self._of_rank[rank], key=lambda each: abs(each.at_s - t_s))
-        grown_s = DRIFT * abs(nearest.at_s - t_s) if rank else 0.0
-        return Comparison(rank, t_s, nearest.offset_s, nearest.error_s + grown_s)
-
-    def to_rank0(self, rank: int, t_s: float) -> float:
-        """Return the time of rank 0's clock at time `t_s` of a rank's clock."""
-        return t_s - self.offset(rank, t_s).offset_s
-
-    def error_s(self, rank: int, *times_s: float) -> float:
-        """Return the largest error of `to_rank0` at `times_s`, or at the comparisons if none."""
-        times_s = times_s or tuple(each.at_s for each in self._of_rank.get(rank, ()))
-        return max(self.offset(rank, t_s).error_s for t_s in times_s)
+    Between two comparisons the clock is taken as linear. Before the first, after the last, and
+    where the clock was set between two (another host has the rank since), the nearest comparison
+    holds, and the error grows by DRIFT.
+    """
+    #  error    \_                      _/|       |\_
+    #             \__-- WANDER --______/  |       |  \_ DRIFT
+    #               first          second |       last
+    known, t_s = sorted(comparisons, key=lambda each: each.at_s), np.asarray(times_s, float)
+    drift, wander = (DRIFT, WANDER) if known[0].rank else (0.0, 0.0)
+    at_s, offsets_s, errors_s = np.array([each[1:] for each in known]).T
+    away_s = abs(t_s[..., None] - at_s)
+    nearest = away_s.argmin(-1)
+    offset_s, error_s = offsets_s[nearest], errors_s[nearest] + drift * away_s.min(-1)
+    for a, b in pairwise(known):
+        span_s = b.at_s - a.at_s
+        if 0 < span_s and abs(b.offset_s - a.offset_s) <= a.error_s + b.error_s + DRIFT * span_s:
+            share, is_inside = (t_s - a.at_s) / span_s, (a.at_s <= t_s) & (t_s <= b.at_s)
+            linear_s = a.offset_s + share * (b.offset_s - a.offset_s)
+            grown_s = wander * span_s * np.minimum(share, 1 - share)
+            offset_s = np.where(is_inside, linear_s, offset_s)
+            linear_s = a.error_s + share * (b.error_s - a.error_s)
+            error_s = np.where(is_inside, linear_s + grown_s, error_s)
+    return offset_s, error_s
 
 
-def clocks(run: Path) -> Clocks:
-    """Read the comparisons of a run; a last line that was cut off is left out.
+def read_comparisons(run: Path) -> dict[int, list[Comparison]]:
+    """Read the comparisons of a run by rank; a line that is damaged is left out.
 
     Raises:
         OSError: the run has no comparisons.
     """
-    comparisons: list[Comparison] = []
+    of_rank = dict[int, list[Comparison]]()
     for line in (run / CLOCK).read_text("utf-8", "replace").splitlines():
         try:
-            comparisons.append(Comparison(**json.loads(line)))
+            comparison = Comparison(**json.loads(line))
         except (ValueError, TypeError):  # the disk was full, or the run was killed
             continue
-    return Clocks(comparisons)
+        of_rank.setdefault(comparison.rank, []).append(comparison)
+    return of_rank

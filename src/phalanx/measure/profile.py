@@ -212,6 +212,7 @@ class Profile:
             unix_s=time.time() - clock.now() + begin_s,
             terms_s=dict(terms_s),
             spans=spans,
+            device=self._comm.device.type,
         ).write(self._run)
 
     def _export(self, profiler: profile) -> None:

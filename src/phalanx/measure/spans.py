@@ -124,6 +124,7 @@ class StepSpans:
         unix_s: Unix time at `begin_s`, which locates the step in the file of torch.profiler.
         terms_s: terms of the step ledger of this step.
         spans: all spans, in any order.
+        device: type of the device; on "cuda" collectives may end after `end_s`.
     """
 
     step: int
@@ -138,6 +139,7 @@ class StepSpans:
     unix_s: float
     terms_s: dict[str, float]
     spans: list[Span] = field(default_factory=list)
+    device: str = "cpu"
 
     def write(self, run: Path) -> Path:
         """Write the file of this step and rank in the folder of a run; return the file."""

@@ -1,31 +1,29 @@
-"""Correct the times of ranks so that no message is received before it was sent.
+"""The times of all ranks on the clock of rank 0, so that no message is received before it was sent.
 
-Measured offsets of clocks are within an error of the true ones, so a receive may seem to end before
-its send began. Corrections x are added to the times of a rank: values at equally spaced knots of
-each step, and linear in between. They satisfy
+A time t of a rank's own clock is the time t + x of rank 0's clock. What is known of x, at the
+begin and the end of each step and each collective of a rank:
 
-    message a -> b            end + x_b >= begin + x_a, at both knots around each of the two times
+    comparisons               lowest <= x <= highest, see measure.clock
+    drift                     x changes by less than DRIFT a second
+    message a -> b            end + x_b > begin + x_a
     collective of a, b        the same in both directions: it ends nowhere before all have begun
-    knots of a rank           t_(k+1) + x_(k+1) >= t_k + x_k: its time does not run backwards
-    measured                  -error <= x <= error
 
-These are difference constraints, which longest paths solve (Bellman and Ford; Cormen et al.,
-Introduction to Algorithms, section 22.4). The result is the mean of the least and the greatest
-solution: zero where messages say nothing.
+The least and the greatest x with which all this holds are found by passing bounds on, from message
+to message and along each rank (difference constraints: Cormen et al., Introduction to Algorithms,
+section 22.4). The true x lies between both, so their mean is taken, for which all this holds too,
+and half of their distance is its largest error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from phalanx.measure.clock import DRIFT, WANDER, Array, Comparison, offset
 from phalanx.measure.spans import StepSpans
-
-Array = NDArray[Any]
 
 MUTUAL: Final = ("all_reduce", "all_gather", "reduce_scatter", "barrier")
 """Collectives that end on no rank before all ranks have begun them.
@@ -36,114 +34,111 @@ An all-to-all may be a swap of pairs, so its ranks need not wait for all others.
 MARGIN_S: Final = 2e-9
 """Least time from the begin of a send to the end of its receive, more than times are rounded."""
 
-PIECES: Final = (1, 8, 64)
-"""Pieces into which knots divide a step; more are tried where messages contradict fewer."""
+MOST_PASSES: Final = 1000
+"""Passes after which bounds that contradict one another are left as they are."""
 
 
 @dataclass(slots=True)
 class Node:
-    """The times of one step on one rank, in seconds of rank 0's clock.
+    """The step, and then each collective, of one step on one rank.
 
     Attributes:
         head: the step, without spans.
-        begin_s: begin of the step; `end_s` its end.
-        error_s: largest error of the times.
-        ids: an identifier of each collective, equal on the ranks of a collective or message.
-        begins_s: begin of each collective; `ends_s` their ends.
-        is_source: whether the other ranks cannot end a collective before this rank began it.
+        own_s: begins and ends by the rank's own clock, [1 + collectives, 2].
+        calls: numbers, equal on the ranks of a collective or message; -1 for the step.
+        is_source: whether other ranks cannot end the collective before this rank began it.
         is_target: whether this rank cannot end it before its sources began it.
-        shifts_s: corrections at the knots.
+        rank0_s: `own_s` by the clock of rank 0, seconds after the first of all ranks.
+        error_s: largest error of the times of this step.
+        roles: "s" where an arrow starts, "f" where it finishes, or "".
     """
 
     head: StepSpans
-    begin_s: float
-    end_s: float
-    error_s: float
-    ids: Array
-    begins_s: Array
-    ends_s: Array
+    own_s: Array
+    calls: Array
     is_source: Array
     is_target: Array
-    shifts_s: Array
+    rank0_s: Array = field(init=False)
+    error_s: float = field(init=False)
+    roles: Array = field(init=False)
 
-    def measured(self, own_s: Array) -> Array:
-        """Return times of the rank's own clock as times of rank 0's clock, without corrections."""
-        rate = (self.end_s - self.begin_s) / (self.head.end_s - self.head.begin_s)
-        return (own_s - self.head.begin_s) * rate + self.begin_s
-
-    def corrected(self, times_s: Array) -> Array:
-        """Return times with their corrections."""
-        knots_s = np.linspace(self.begin_s, self.end_s, len(self.shifts_s))
-        return times_s + np.interp(times_s, knots_s, self.shifts_s)
+    def to_rank0(self, own_s: Array) -> Array:
+        """Return times of the rank's own clock as `rank0_s` has them."""
+        knots_s, indices = np.unique(self.own_s, return_index=True)
+        return np.interp(own_s, knots_s, self.rank0_s.ravel()[indices])
 
 
-def correct(nodes: Sequence[Node]) -> int:
-    """Set `shifts_s` of nodes, which are in the order of steps; return how many ranks contradict.
+def align(nodes: Sequence[Node], known: Mapping[int, Sequence[Comparison]]) -> set[int]:
+    """Set the times, errors and roles of nodes; return ranks whose messages contradict `known`.
 
-    Ranks contradict where the constraints need a correction that is larger than the error, as where
-    a clock did not run evenly.
+    Their receives that end before the send began get no arrow.
     """
-    ids, begins_s, ends_s, is_source, is_target = (
+    own_s, calls, is_source, is_target = (
         np.concatenate([getattr(node, name) for node in nodes])
-        for name in ("ids", "begins_s", "ends_s", "is_source", "is_target")
+        for name in ("own_s", "calls", "is_source", "is_target")
     )
-    node_of = np.repeat(np.arange(len(nodes)), [len(node.ids) for node in nodes])
-    first_s, last_s, errors_s = (
-        np.array([getattr(node, name) for node in nodes])
-        for name in ("begin_s", "end_s", "error_s")
-    )
-    order = np.argsort(ids, kind="stable")
-    ranks, wrong = np.array([node.head.rank for node in nodes]), list[int]()
-    for pieces in PIECES:
-        num_knots = pieces + 1
-        # Constraints x[v] >= x[u] + w on the knots of all nodes, one node after another.
-        edges: list[tuple[int, int, float]] = []
-        knot_of: dict[int, int] = {}  # rank -> last knot of its step before
-        for number, node in enumerate(nodes):
-            first = number * num_knots
-            piece_s = (node.end_s - node.begin_s) / pieces
-            edges += [(k, k + 1, -piece_s) for k in range(first, first + pieces)]
-            if (before := knot_of.get(node.head.rank)) is not None:
-                edges.append((before, first, nodes[before // num_knots].end_s - node.begin_s))
-            knot_of[node.head.rank] = first + pieces
-        table = [np.array(edges).T]
-        shares = (np.stack([begins_s, ends_s]) - first_s[node_of]) / (last_s - first_s)[node_of]
-        knots = np.clip(shares * pieces, 0, pieces - 1).astype(int) + node_of * num_knots
-        for shift in range(1, len(order)):
-            # Sorted by id, calls of one id are neighbors: each meets all others of its id.
-            one, other = order[:-shift], order[shift:]
-            is_one_call = ids[one] == ids[other]
-            if not is_one_call.any():
-                break
-            for a, b in ((one, other), (other, one)):
-                w = begins_s[a] - ends_s[b] + MARGIN_S
-                may_bind = w > -2 * (errors_s[node_of[a]] + errors_s[node_of[b]])
-                pair = is_one_call & is_source[a] & is_target[b] & may_bind
-                ends = np.stack([knots[0, a[pair]], knots[1, b[pair]]])
-                (u, v), inverse = np.unique(ends, axis=1, return_inverse=True)
-                strongest = np.full(len(u), -np.inf)
-                np.maximum.at(strongest, inverse.reshape(-1), w[pair])
-                table += [np.stack([u + i, v + j, strongest]) for i in (0, 1) for j in (0, 1)]
-        u, v, w = np.concatenate(table, axis=1)
-        u, v = u.astype(int), v.astype(int)
-        bounds_s = np.repeat(errors_s, num_knots)
-        x = (_least(-bounds_s, u, v, w) - _least(-bounds_s, v, u, w)) / 2
-        for node, shifts_s in zip(nodes, x.reshape(-1, num_knots), strict=True):
-            node.shifts_s = shifts_s
-        beyond = np.flatnonzero(abs(x) > bounds_s + MARGIN_S)
-        broken = np.append(v[x[v] < x[u] + w - MARGIN_S / 2], beyond) // num_knots
-        wrong = np.unique(ranks[broken]).tolist()
-        if not wrong:
-            break
-    return len(wrong)
+    rows = [len(node.own_s) for node in nodes]
+    rank_of = np.repeat([node.head.rank for node in nodes], rows)
+    is_recv = is_target & ~is_source
+    is_target &= np.repeat([node.head.device != "cuda" for node in nodes], rows)
+    own_s, lanes = own_s.ravel(), list[Array]()  # the times of a rank, in order
+    x, errors_s = np.empty_like(own_s), np.empty_like(own_s)
+    for rank in np.unique(rank_of):
+        lane = np.flatnonzero(rank_of.repeat(2) == rank)
+        lanes.append(lane := lane[np.argsort(own_s[lane], kind="stable")])
+        offsets_s, errors_s[lane] = offset(known[rank], own_s[lane])
+        x[lane] = own_s[lane[0]] - offsets_s
+        own_s[lane] -= own_s[lane[0]]  # small numbers keep nanoseconds
+    x -= (own_s + x).min()
+    sources, targets = 2 * np.flatnonzero(is_source), 2 * np.flatnonzero(is_target) + 1
+    ends = (calls[sources // 2], sources), (calls[targets // 2], targets)
+    low = _least(x - errors_s, x + errors_s, own_s, lanes, *ends)
+    high = -_least(-x - errors_s, errors_s - x, -own_s, lanes, *reversed(ends))
+    rank0_s = (own_s + (low + high) / 2).reshape(-1, 2)
+    begins_s, ends_s = (rank0_s := rank0_s - rank0_s.min()).T
+    errors_s = (abs(high - low) / 2).reshape(-1, 2)
+
+    # Of one call, a sender or else the rank that began first comes first.
+    order = np.lexsort((begins_s, is_recv, calls))
+    is_first = np.append(True, calls[order][1:] != calls[order][:-1])
+    start = order[is_first][np.cumsum(is_first) - 1]
+    is_finish = ~is_first & (ends_s[order] > begins_s[start] + MARGIN_S / 2) & ~is_recv[start]
+    is_finish &= calls[order] >= 0
+    roles = np.full(len(calls), "")
+    roles[order[is_finish]], roles[start[is_finish]] = "f", "s"
+
+    cuts = np.cumsum(rows)[:-1]
+    parts = (np.split(each, cuts) for each in (rank0_s, errors_s, roles))
+    for node, node.rank0_s, errors_s, node.roles in zip(nodes, *parts, strict=True):
+        # Between two of these times, x is taken as linear.
+        gap_s = np.diff(np.sort(node.own_s, axis=None)).max()
+        node.error_s = float(errors_s.max()) + (WANDER * gap_s if errors_s.any() else 0.0)
+    latest_s = np.full(calls.max() + 2, -np.inf)
+    np.maximum.at(latest_s, calls[is_source], begins_s[is_source])
+    return {*rank_of[is_target & (ends_s < latest_s[calls] + MARGIN_S / 2)].tolist()}
 
 
-def _least(start: Array, u: Array, v: Array, w: Array) -> Array:
-    """Return the least x >= start with x[v] >= x[u] + w, or close to it if there is none."""
-    x = start.copy()
-    for _ in x:
-        before = x.copy()
-        np.maximum.at(x, v, x[u] + w)
-        if np.array_equal(before, x):
+def _least(
+    lowest: Array,
+    highest: Array,
+    own_s: Array,
+    lanes: Sequence[Array],
+    sources: tuple[Array, Array],
+    targets: tuple[Array, Array],
+) -> Array:
+    """Return the least x from `lowest` on; sources and targets are calls and indices of times."""
+    x = lowest
+    for _ in range(MOST_PASSES):
+        before, x = x, x.copy()
+        latest_s = np.full(max(sources[0].max(initial=0), targets[0].max(initial=0)) + 1, -np.inf)
+        np.maximum.at(latest_s, sources[0], (own_s + x)[sources[1]])
+        bound = latest_s[targets[0]] + MARGIN_S - own_s[targets[1]]
+        x[targets[1]] = np.maximum(x[targets[1]], bound)
+        for lane in lanes:
+            change = DRIFT * abs(own_s[lane])
+            later = np.maximum.accumulate(x[lane] + change) - change
+            x[lane] = np.maximum.accumulate((later - change)[::-1])[::-1] + change
+        x = np.minimum(x, highest)
+        if (x - before).max() < MARGIN_S / 10:
             break
     return x

@@ -21,14 +21,12 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from math import inf
+from typing import Any, Final
 
 from phalanx.measure.spans import CollectiveSpan, ComputeSpan, StepSpans, WaitSpan
 from phalanx.report.tabular import Number, Table
 from phalanx.report.units import percent
-
-Intervals = list[tuple[float, float]]
-"""Intervals in order that do not touch one another."""
 
 TERMS: Final = ("forward", "backward")
 """Terms of the parts beneath which collectives are listed."""
@@ -41,65 +39,36 @@ MOST_ROWS: Final = 24
 
 
 @dataclass(frozen=True)
-class AxisOverlap:
-    """Seconds of an axis's communication in a step, on average over ranks; see the file's top."""
-
-    axis: str
-    under_way_s: float
-    hidden_s: float
-    exposed_s: float
-    beside_s: float
-
-    @property
-    def hidden_share(self) -> float | None:
-        """The hidden fraction of the communication; None without communication."""
-        return self.hidden_s / self.under_way_s if self.under_way_s else None
-
-
-@dataclass(frozen=True)
-class Beneath:
-    """Collectives that are under way while a part of the model computes, in all steps together."""
-
-    phase: str
-    part: str
-    op: str
-    label: str
-    axis: str
-    seconds: float
-    share_of_part: float
-    share_of_collective: float
-
-
-@dataclass(frozen=True)
 class Overlap:
-    """Overlap by axis, and which collectives are under way beneath which part, in order of time."""
+    """Overlap by axis, and which collectives are under way beneath which part, in order of time.
 
-    axes: list[AxisOverlap]
-    beneath: list[Beneath]
+    Attributes:
+        axes: seconds of each axis in a step, on average over ranks, and the share that is hidden.
+        beneath: phase and part, the collective, their seconds in all steps together, and the share
+            of each.
+    """
+
+    axes: list[dict[str, Any]]
+    beneath: list[dict[str, Any]]
 
     def tables(self) -> list[Table]:
         """Return the tables to print; none without communication."""
-        if not self.axes:
-            return []
         names = ("under way", "hidden", "exposed", "beside")
         heads = ("axis", *(Number(f"{name} ms", ",.2f", 1e-3) for name in names), "hidden share")
-        rows = [
-            (a.axis, a.under_way_s, a.hidden_s, a.exposed_s, a.beside_s, percent(a.hidden_share))
-            for a in self.axes
-        ]
+        rows = [[*(axis | {"hidden_share": percent(axis["hidden_share"])}).values()]
+                for axis in self.axes]  # fmt: skip
         note = "a step, on average over ranks; beside: while the rank waits for another axis"
         tables = [Table("Overlap by axis", heads, rows, ("hidden share",), note)]
         lines = defaultdict[str, list[str]](list)
         for each in self.beneath:
-            name = f"{each.op} {each.label}".rstrip()
-            name = f"{name} ({each.axis}, {percent(each.share_of_collective)} of it)"
-            lines[f"{each.phase} {each.part}"].append(name)
+            name = f"{each['op']} {each['label']}".rstrip()
+            name = f"{name} ({each['axis']}, {percent(each['share_of_collective'])} of it)"
+            lines[f"{each['phase']} {each['part']}"].append(name)
         left = len(lines) - MOST_ROWS
-        if lines:
-            rows = [(part, "; ".join(names)) for part, names in [*lines.items()][:MOST_ROWS]]
-            note = f"and beneath {left} more parts, see --json" if left > 0 else ""
-            tables.append(Table("At the same time", ("beneath", "travel"), rows, (), note))
-        return tables
+        rows = [(part, "; ".join(names)) for part, names in [*lines.items()][:MOST_ROWS]]
+        note = f"and beneath {left} more parts, see --json" if left > 0 else ""
+        tables.append(Table("At the same time", ("beneath", "travel"), rows, (), note))
+        return [table for table in tables if table.rows]
 
 
 def overlap_of(steps: Iterable[StepSpans]) -> Overlap:
@@ -117,61 +86,54 @@ def overlap_of(steps: Iterable[StepSpans]) -> Overlap:
         num_steps += 1
         flights = [span for span in step.spans if isinstance(span, CollectiveSpan)]
         waits = [span for span in step.spans if isinstance(span, WaitSpan)]
-        all_waits = union((wait.begin_s, wait.end_s) for wait in waits)
         for axis in dict.fromkeys(span.axis for span in (*flights, *waits)):
-            exposed = union(
-                (w.begin_s, w.end_s) for w in waits if w.axis == axis and w.term != "bubble"
-            )
-            moving = [(span.begin_s, span.end_s) for span in flights if span.axis == axis]
-            under_way = union((*moving, *exposed))
-            num_s, exposed_s = length(under_way), length(exposed)
-            # |A and B| = |A| + |B| - |A or B|
-            waited_s = num_s + length(all_waits) - length(union((*under_way, *all_waits)))
-            values = (num_s, num_s - waited_s, exposed_s, waited_s - exposed_s)
+            exposed = [wait for wait in waits if wait.axis == axis and wait.term != "bubble"]
+            under_way = [*exposed, *(span for span in flights if span.axis == axis)]
+            under_way_s, exposed_s = _length(under_way), _length(exposed)
+            hidden_s = _length([*under_way, *waits]) - _length(waits)
+            values = (under_way_s, hidden_s, exposed_s, under_way_s - hidden_s - exposed_s)
             sums[axis] = [a + b for a, b in zip(sums[axis], values, strict=True)]
+        computes = [span for span in step.spans if isinstance(span, ComputeSpan) and span.part]
         computes = sorted(
-            (
-                span
-                for span in step.spans
-                if isinstance(span, ComputeSpan) and span.part and span.term in TERMS
-            ),
-            key=lambda span: span.begin_s,
+            (span for span in computes if span.term in TERMS), key=lambda span: span.begin_s
         )
         ends_s = [span.end_s for span in computes]
         for span in computes:
-            parts_s[span.phase, span.part] += span.end_s - span.begin_s
-            at_s = span.begin_s - step.begin_s
-            first_s[span.phase, span.part] = min(at_s, first_s.get((span.phase, span.part), at_s))
+            key = (span.phase, span.part)
+            parts_s[key] += span.end_s - span.begin_s
+            first_s[key] = min(span.begin_s - step.begin_s, first_s.get(key, inf))
         for flight in flights:
             name = (flight.op, flight.label, flight.axis)
             flights_s[name] += flight.end_s - flight.begin_s
-            for number in range(bisect_right(ends_s, flight.begin_s), len(computes)):
-                span = computes[number]
+            for span in computes[bisect_right(ends_s, flight.begin_s) :]:
                 if span.begin_s >= flight.end_s:
                     break
                 seconds = min(flight.end_s, span.end_s) - max(flight.begin_s, span.begin_s)
                 both_s[span.phase, span.part, *name] += seconds
-    beneath = [
-        Beneath(*key, s, s / parts_s[key[:2]], s / flights_s[key[2:]])
-        for key, s in both_s.items()
-        if s >= LEAST_SHARE * min(parts_s[key[:2]], flights_s[key[2:]]) > 0
+    beneath: list[dict[str, Any]] = [
+        {
+            "phase": phase, "part": part, "op": op, "label": label, "axis": axis, "seconds": s,
+            "share_of_part": s / parts_s[phase, part],
+            "share_of_collective": s / flights_s[op, label, axis],
+        }
+        for (phase, part, op, label, axis), s in both_s.items()
+        if s >= LEAST_SHARE * min(parts_s[phase, part], flights_s[op, label, axis]) > 0
+    ]  # fmt: skip
+    beneath.sort(key=lambda e: (first_s[e["phase"], e["part"]], -e["share_of_collective"]))
+    names = ("under_way_s", "hidden_s", "exposed_s", "beside_s")
+    axes = [
+        {"axis": axis}
+        | {name: value / num_steps for name, value in zip(names, values, strict=True)}
+        | {"hidden_share": values[1] / values[0] if values[0] else None}
+        for axis, values in sums.items()
     ]
-    beneath.sort(key=lambda each: (first_s[each.phase, each.part], -each.share_of_collective))
-    axes = [AxisOverlap(axis, *(s / num_steps for s in values)) for axis, values in sums.items()]
     return Overlap(axes, beneath)
 
 
-def union(intervals: Iterable[tuple[float, float]]) -> Intervals:
-    """Return the union of intervals."""
-    merged: Intervals = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        elif end > begin:
-            merged.append((begin, end))
-    return merged
-
-
-def length(intervals: Intervals) -> float:
-    """Return the length of a union of intervals."""
-    return sum(end - begin for begin, end in intervals)
+def _length(spans: Iterable[CollectiveSpan | WaitSpan]) -> float:
+    """Return the seconds in which at least one of the spans is under way."""
+    seconds, last_s = 0.0, -inf
+    for span in sorted(spans, key=lambda span: span.begin_s):
+        seconds += max(0.0, span.end_s - max(span.begin_s, last_s))
+        last_s = max(last_s, span.end_s)
+    return seconds

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
-from phalanx.measure.clock import clocks
+from phalanx.measure.clock import offset, read_comparisons
 from phalanx.measure.peaks import NO_GRADE, grade_of
 from phalanx.measure.spans import CollectiveSpan, CounterSample, StepSpans, read_spans, span_files
 from phalanx.measure.straggler import accuse, window_from
@@ -303,8 +303,8 @@ def _profiled(run: RunRecords) -> Parts:
     if not ranks:
         return
     try:  # by the clock of rank 0
-        known = clocks(run.folder)
-        begins_s = [known.to_rank0(step.rank, step.begin_s) for step in ranks]
+        known = read_comparisons(run.folder)
+        begins_s = [s.begin_s - float(offset(known[s.rank], s.begin_s)[0]) for s in ranks]
     except (OSError, KeyError):  # the clocks of these ranks were not compared
         begins_s = [0.0] * len(ranks)
     every, lanes = math.ceil(len(ranks) / DRAWN_RANKS), dict[str, list[list[Any]]]()
