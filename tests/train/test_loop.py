@@ -99,7 +99,7 @@ def test_the_predicted_step_stands_beside_the_measured_one(whole: dict[str, Any]
     time_s, errors = whole["predicted"]["time_s"], whole["predicted"]["errors"]
     step, *causes = time_s.values()
     assert step["measured"] == whole["steps"]["wall_s"] and list(time_s)[1:] == [
-        "compute", "communication", "optimizer",
+        "compute", "communication", "bubble", "optimizer",
     ]  # fmt: skip
     assert sum(of["predicted"] for of in causes) == pytest.approx(step["predicted"])
     assert all(of["predicted"] >= 0 for of in causes)

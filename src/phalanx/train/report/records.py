@@ -24,7 +24,7 @@ from phalanx.measure.logs import RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryCurve, MemoryLedger, allocator_snapshot
 from phalanx.measure.peaks import Arithmetic, peak_of
 from phalanx.measure.products import ProductTypes, quick_ceiling
-from phalanx.measure.rank_times import RankWindow, table_of, window_of
+from phalanx.measure.rank_times import RankWindow, window_of
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
 from phalanx.planner.calibration import blank
@@ -102,7 +102,7 @@ class Records:
         self._restart_timer = True
         self._ungathered: list[StepTimes] = []
         self._after_save: set[int] = set()
-        self.windows: list[RankWindow] = []
+        self.windows = deque[RankWindow]()
         self._watching = ExitStack()
         self.log: RunLog | None = None
         self.profile: Profile | None = None
@@ -246,20 +246,22 @@ class Records:
             times.clear()
             return
         with self.timer.wait("world"):
-            ranks = gather_on_first((socket.gethostname(), table_of(times, comm.axes)))
+            ranks = gather_on_first((socket.gethostname(), times))
         if self.log is not None:
             last = self.session.step.steps_done
-            hosts, tables = zip(*ranks, strict=True)
+            hosts, times_s = zip(*ranks, strict=True)
             window = window_of(
                 range(last - len(times) + 1, last + 1),
                 hosts,
                 comm.axes,
-                tables,
+                times_s,
                 saved=self._after_save,
                 planned=self.session.plan.stage_parts,
                 sent=self._sent(),
             )
             self.windows.append(window)
+            while self.windows[0].steps[-1] <= last - MEASURED_STEPS:
+                self.windows.popleft()
             self.log.ranks(window)
         times.clear()
 
