@@ -58,7 +58,7 @@ def machine_of(comm: Comm, precision: str, *, measures: bool) -> Calibration:
     kept, expected = None, 0.0
     if comm.is_first:
         with suppress(PhalanxError):  # a damaged file ends `phalanx plan`, and no run
-            user = calibration.written_for(blank, None)
+            user = calibration.of_user(blank)
         kept = calibration.kept_by(num_ranks, blank, precision)
     if measures and blank.kind == "cpu" and num_here == num_ranks:
         if kept is not None and kept.compute is not None and kept.compute.core is not None:
@@ -72,9 +72,7 @@ def machine_of(comm: Comm, precision: str, *, measures: bool) -> Calibration:
             kept = measure_ranks(comm, precision)
             if comm.is_first:
                 calibration.keep_measured(kept, num_ranks)
-    machine = kept or blank
-    with suppress(PhalanxError):
-        machine = calibration.written_for(blank, kept)
+    machine = user.filled(kept)
     return machine if machine.num_hosts == max(1, num_ranks // num_here) else blank
 
 
