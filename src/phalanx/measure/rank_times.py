@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,7 +138,7 @@ def window_of(
     *,
     saved: Collection[int] = (),
     planned: Sequence[Sequence[float]] = (),
-    sent: Mapping[str, tuple[int, float]] | None = None,
+    sent: Mapping[str, tuple[int, float]] = MappingProxyType({}),
 ) -> RankWindow:
     """Return the window of `steps`, given their times on each rank.
 
@@ -189,7 +190,7 @@ def window_of(
             for axis, of in exposed.items()
             if axis != "world"
         },
-        sent=sent or {},
+        sent={**sent},
     )
 
 
