@@ -21,7 +21,7 @@ from phalanx.config.profile_options import ProfileOptions
 from phalanx.launch.failure import READER_LEFT
 from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import RunLog, StepRecord
-from phalanx.measure.memory import MemoryAccount, MemoryCurve, MemoryLedger, allocator_snapshot
+from phalanx.measure.memory import MemoryAccount, MemoryLedger, allocator_snapshot
 from phalanx.measure.peaks import Arithmetic, peak_of
 from phalanx.measure.products import ProductTypes, quick_ceiling
 from phalanx.measure.rank_times import RankWindow, window_of
@@ -322,10 +322,10 @@ class Records:
             return "--debug-comm hides the collectives that it runs"
         return None
 
-    def _write_curves(self, curve: MemoryCurve) -> None:
+    def _write_curves(self, curve: dict[str, Any]) -> None:
         """Gather the memory curves of all ranks; rank 0 writes them with the planner's bytes."""
         session = self.session
-        curves = gather_on_first((session.comm.coord("pp"), curve.as_dict()))
+        curves = gather_on_first((session.comm.coord("pp"), curve))
         if self.log is not None:
             planned, predicted = session.planned(), None
             if planned is not None:
