@@ -41,7 +41,7 @@ def ranks(first: int, last: int) -> dict[str, Any]:
     return {
         "kind": "ranks", "steps": [*range(first, last + 1)], "hosts": ["a", "b"],
         "axes": {"dp": 2}, "spread": spread, "by_rank": {**by_rank, "wall": [0.07, 0.08]},
-        "slowest": [None] * (last - first + 1), "exposed": {"dp": [0.004, 0.002]},
+        "exposed": {"dp": [0.004, 0.002]},
     }  # fmt: skip
 
 

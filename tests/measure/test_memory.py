@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,6 @@ from phalanx.measure.memory import (
     CURVE_POINTS,
     KINDS,
     MemoryAccount,
-    MemoryCurve,
     MemoryLedger,
     allocator_snapshot,
     points_to_keep,
@@ -69,7 +69,7 @@ INNER = 4 * 8 * 2000  # the bytes between the two layers
 
 
 @pytest.fixture(scope="module")
-def two_layers() -> tuple[dict[str, MemoryAccount], MemoryAccount, MemoryCurve]:
+def two_layers() -> tuple[dict[str, MemoryAccount], MemoryAccount, dict[str, Any]]:
     """Accounts of forward alone, and of a whole step, the second of the model, with its curve."""
     model, x = TwoLayers(), torch.randn(8, 1000)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -101,7 +101,7 @@ def two_layers() -> tuple[dict[str, MemoryAccount], MemoryAccount, MemoryCurve]:
     return parts, whole.account(), whole.curve()
 
 
-Layers = tuple[dict[str, MemoryAccount], MemoryAccount, MemoryCurve]
+Layers = tuple[dict[str, MemoryAccount], MemoryAccount, dict[str, Any]]
 
 
 def test_forward_by_hand(two_layers: Layers) -> None:
@@ -140,16 +140,14 @@ def test_the_peak_is_not_the_sum_of_what_each_kind_has_at_most(
 
 
 def test_the_curve_has_the_account_at_its_peak_and_at_its_end(two_layers: Layers) -> None:
-    _, whole, curve = two_layers
-    assert {kind: of[curve.peak] for kind, of in curve.bytes.items()} == whole.at_peak
-    assert {kind: of[-1] for kind, of in curve.bytes.items()} == whole.at_end
-    assert {kind: max(of) for kind, of in curve.bytes.items()} == whole.at_most
-    assert curve.phase[0] == "before" and curve.phase[curve.peak] == whole.peak_phase
-    assert list(dict.fromkeys(curve.phase)) == ["before", "forward", "backward", "after"]
-    assert curve.at_s[0] == 0 and curve.at_s == sorted(curve.at_s)
-    sample = curve.samples()[curve.peak]
-    assert sample.counter == "memory" and sample.values == whole.at_peak
-    assert sample.at_s == curve.begin_s + curve.at_s[curve.peak]
+    _, whole, values = two_layers
+    curve, peak = values["curve"], values["peak"]
+    assert {kind: of[peak] for kind, of in curve["bytes"].items()} == whole.at_peak
+    assert {kind: of[-1] for kind, of in curve["bytes"].items()} == whole.at_end
+    assert {kind: max(of) for kind, of in curve["bytes"].items()} == whole.at_most
+    assert curve["phase"][0] == "before" and curve["phase"][peak] == whole.peak_phase
+    assert list(dict.fromkeys(curve["phase"])) == ["before", "forward", "backward", "after"]
+    assert curve["at_s"][0] == 0 and curve["at_s"] == sorted(curve["at_s"])
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3000), st.sampled_from([12, CURVE_POINTS]))

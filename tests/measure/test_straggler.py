@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from marks import by_hand
-from phalanx.measure.rank_times import RankWindow, table_of, window_of
+from phalanx.measure.rank_times import RankWindow, window_of
 from phalanx.measure.straggler import accuse, window_from
 from phalanx.measure.timer import TERMS, StepTimes, Term
 from phalanx.report.output import json_text
@@ -54,7 +54,7 @@ def windows(
             range(begin + 1, end + 1),
             hosts or "a" * num_ranks,
             axes,
-            [table_of(of[begin:end], axes) for of in ranks],
+            [of[begin:end] for of in ranks],
             sent=sent,
         )
         for begin, end in itertools.pairwise(cuts)

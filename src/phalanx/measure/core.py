@@ -26,7 +26,7 @@ _HEADS: Final = 4, 256, 8, 64
 """Batch size, positions, heads and head_dim of the timed attention."""
 
 _BUDGET_S: Final = 0.1
-_STEPS: Final = 3
+_REPEATS: Final = 3
 _CHAIN: Final = 32
 """Number of small operators in the chain that `operator_s` times."""
 
@@ -48,14 +48,14 @@ def measure_core(*also: str) -> tuple[dict[str, float], dict[str, float], float]
 
 def memory_rate(device: str = "cpu") -> float:
     """Return the bytes/s, read plus written, of the median of passes that scale a large tensor."""
-    x, times_s = torch.ones(_STREAM_BYTES // 4, device=device), list[float]()
-    for _ in range(5):
-        begun_s = time.perf_counter()
+    x = torch.ones(_STREAM_BYTES // 4, device=device)
+
+    def scale() -> None:
         x.mul_(1.0)  # in place: a new result would be read before it is written, too
         if device == "cuda":
             torch.cuda.synchronize()
-        times_s.append(time.perf_counter() - begun_s)
-    return 2 * _STREAM_BYTES / statistics.median(times_s)
+
+    return 2 * _STREAM_BYTES / _median_s(scale)
 
 
 def products_rate(dtype: torch.dtype) -> float:
@@ -130,20 +130,14 @@ def small_step() -> tuple[Decoder, Callable[[], None]]:
 
 def step_s() -> float:
     """Return the median seconds of `small_step`, after one warm-up step."""
-    _, run = small_step()
-    times_s: list[float] = []
-    for _ in range(1 + _STEPS):
-        begun_s = time.perf_counter()
-        run()
-        times_s.append(time.perf_counter() - begun_s)
-    return statistics.median(times_s[1:])
+    return _median_s(small_step()[1])
 
 
 def _median_s(run: Callable[[], None]) -> float:
-    """Return the median time of repeated runs, after one warm-up run."""
+    """Return the median time of repeated runs, three or more, after one warm-up run."""
     run()
     times_s, begun_s = list[float](), time.perf_counter()
-    while not times_s or time.perf_counter() - begun_s < _BUDGET_S:
+    while len(times_s) < _REPEATS or time.perf_counter() - begun_s < _BUDGET_S:
         start_s = time.perf_counter()
         run()
         times_s.append(time.perf_counter() - start_s)

@@ -32,7 +32,7 @@ of events. The account adds the events up afterwards, when every span has its ki
 
 A storage whose kind changes during its life, such as FSDP2's flat buffer once the parameters have
 been copied out of it, ends one span and begins the next. Each event also has its time and phase, so
-that the account is the maximum of a `MemoryCurve`.
+that the account is the maximum of the step's curve.
 
 Not recorded: workspace inside a kernel, memory of libraries (gloo, NCCL, oneDNN), memory that the
 allocator caches, and allocations of compiled code. A compiled run therefore has no account.
@@ -59,7 +59,6 @@ from typing_extensions import override
 from phalanx.comm.calls import Call
 from phalanx.comm.watch import Watch
 from phalanx.measure import clock
-from phalanx.measure.spans import CounterSample
 
 Kind = Literal[
     "parameters",
@@ -106,38 +105,6 @@ class MemoryAccount:
     def peak_bytes(self) -> int:
         """Bytes of all kinds at the peak."""
         return sum(self.at_peak.values())
-
-
-@dataclass(frozen=True)
-class MemoryCurve:
-    """Bytes of each kind on one rank over a step; a point holds from its time to the next's.
-
-    Attributes:
-        begin_s: begin of the step on the clock of measure/spans.py.
-        at_s: time of each point, from the begin of the step.
-        phase: phase of the step at each point; "before" at the first, "after" at the last.
-        bytes: kind -> bytes at each point.
-        peak: index of the point with the largest total.
-    """
-
-    begin_s: float
-    at_s: list[float]
-    phase: list[str]
-    bytes: dict[Kind, list[int]]
-    peak: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the values of the record `memory`, without the planner's."""
-        curve = {"at_s": self.at_s, "phase": self.phase, "bytes": self.bytes}
-        return {"curve": curve, "peak": self.peak}
-
-    def samples(self) -> list[CounterSample]:
-        """Return the points as samples of the counter "memory" of a profiled step."""
-        rows = zip(*self.bytes.values(), strict=True)
-        return [
-            CounterSample(self.begin_s + at_s, "memory", dict(zip(self.bytes, row, strict=True)))
-            for at_s, row in zip(self.at_s, rows, strict=True)
-        ]
 
 
 def points_to_keep(
@@ -266,21 +233,25 @@ class MemoryLedger(Watch):
             passing_bytes=int(passing.max(initial=0)),
         )
 
-    def curve(self) -> MemoryCurve:
-        """Return the curve of the step, of at most CURVE_POINTS; call it after the step."""
-        held, begin_s = self._held(), self._begin_s
+    def curve(self) -> dict[str, Any]:
+        """Return the bytes of each kind over the step: the values of the record `memory`.
+
+        A point of the `curve` holds from its time, `at_s` seconds after the step began, to the next
+        point's. It has the `phase` of the step, which is "before" at the first and "after" at the
+        last, and the `bytes` of each kind. `peak` is the index of the point with the largest total.
+        """
+        held = self._held()
         held = np.concatenate([held, held[-1:]])
-        at_s = [begin_s, *(event.at_s for event in self._events), self._end_s]
+        at_s = [self._begin_s, *(event.at_s for event in self._events), self._end_s]
         phases = ["before", *(event.phase for event in self._events), "after"]
-        times_s = np.maximum.accumulate(at_s) - begin_s  # threads may end spans out of order
+        times_s = np.maximum.accumulate(at_s) - self._begin_s  # threads may end spans out of order
         kept = points_to_keep(times_s, held)
-        return MemoryCurve(
-            begin_s=begin_s,
-            at_s=times_s[kept].round(7).tolist(),
-            phase=[phases[index] for index in kept],
-            bytes={kind: held[kept, at].tolist() for at, kind in enumerate(KINDS)},
-            peak=int(held[kept].sum(1).argmax()),
-        )
+        curve = {
+            "at_s": times_s[kept].round(7).tolist(),
+            "phase": [phases[index] for index in kept],
+            "bytes": {kind: held[kept, at].tolist() for at, kind in enumerate(KINDS)},
+        }
+        return {"curve": curve, "peak": int(held[kept].sum(1).argmax())}
 
     def _held(self) -> NDArray[np.int64]:
         """Return the bytes of each kind before the first event and after each; [1 + events, kinds].

@@ -10,12 +10,12 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.comm.axes import axes_of, flattened
+from phalanx.comm.axes import axes_of
 from phalanx.measure.timer import TERMS, StepTimes, Term
 from phalanx.report.tabular import Number, Table
 
@@ -31,19 +31,6 @@ STAGE_TOLERANCE = 2.0
 Times = NDArray[np.float64]
 
 
-class Slowest(NamedTuple):
-    """The rank that had the most work in a step, and the term that exceeds its peers' the most.
-
-    Attributes:
-        excess_s: seconds above the median of its peers; of a slow stage, whose first rank this is,
-            above the other stages.
-    """
-
-    rank: int
-    term: Term
-    excess_s: float
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankWindow:
     """Times of consecutive steps on every rank, in seconds: a record `ranks` of metrics.jsonl.
@@ -57,8 +44,7 @@ class RankWindow:
         axes: mesh axis -> size, outer to inner, so that a rank's number has its coordinates.
         spread: term, or "wall" -> least, median and most over ranks, for each step.
         by_rank: term, or "wall" -> mean over the steps, for each rank.
-        slowest: for each step; None if no rank has more work than its peers, and for a step that
-            follows a save.
+        exposed: mesh axis -> mean exposed communication of a step, for each rank.
         excess: term of WORK, or "work" -> for each step the rank that most exceeds the median of
             its peers, by how much, and by how much it exceeds the next rank; "stage TERM" with pp
             -> the same for the stage that most exceeds the others, as its first rank.
@@ -72,7 +58,6 @@ class RankWindow:
     axes: Mapping[str, int]
     spread: Mapping[str, Sequence[Sequence[float]]]
     by_rank: Mapping[str, Sequence[float]]
-    slowest: Sequence[Slowest | None]
     exposed: Mapping[str, Sequence[float]]
     excess: Mapping[str, Sequence[tuple[int, float, float]]] = field(default_factory=dict)
     least_exposed: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -97,15 +82,15 @@ class RankSummary:
 
     def table(self) -> Table:
         """Return a table of least, median and most over ranks, and the rank of the most."""
-        rows: list[Sequence[str | float]] = []
-        wall_s = statistics.mean(self.terms_s["wall"])
-        named = {"communication": [(f"  over {axis}", of) for axis, of in self.exposed_s.items()]}
+        named = dict[str, Sequence[float]]()
         for term, times_s in self.terms_s.items():
-            term = "step (wall)" if term == "wall" else term
-            for name, of in [(term, times_s), *named.get(term, [])]:
-                rank = max(range(len(of)), key=of.__getitem__)
-                least, most, share = min(of), max(of), statistics.mean(of) / wall_s
-                rows.append((name, least, statistics.median(of), most, f"rank {rank}", share))
+            named["step (wall)" if term == "wall" else term] = times_s
+            if term == "communication":
+                named |= {f"  over {axis}": of for axis, of in self.exposed_s.items()}
+        wall_s, rows = statistics.mean(self.terms_s["wall"]), list[Sequence[str | float]]()
+        for name, of in named.items():
+            most, share = f"rank {int(np.argmax(of))}", statistics.mean(of) / wall_s
+            rows.append((name, min(of), statistics.median(of), max(of), most, share))
         numbers = [Number(f"{name} ms", ",.1f", 1e-3) for name in ("least", "median", "most")]
         heads = ("term", *numbers, "most on", Number("share, %", ".1f", 0.01))
         return Table(f"Where {self.num_steps:,} steps went, by rank", heads, rows)
@@ -113,22 +98,22 @@ class RankSummary:
 
 def summarize_ranks(windows: Sequence[RankWindow]) -> RankSummary | None:
     """Summarize the windows after the warm-up, or all of a shorter run; None without windows."""
-    begin = windows[0].steps[0] + WARMUP_STEPS if windows else 0
-    windows = [window for window in windows if window.steps[0] >= begin] or windows
     if not windows:
         return None
+    begin = windows[0].steps[0] + WARMUP_STEPS
+    windows = [window for window in windows if window.steps[0] >= begin] or windows
 
-    def typical(of: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
-        names = dict.fromkeys(name for each in of for name in each)
-        repeated = [each for each, w in zip(of, windows, strict=True) for _ in w.steps]
+    def typical(group: str) -> dict[str, list[float]]:
+        groups = [getattr(window, group) for window in windows for _ in window.steps]
         none = [0.0] * len(windows[0].hosts)
-        return {n: np.median([each.get(n, none) for each in repeated], 0).tolist() for n in names}
+        names = dict.fromkeys(name for of in groups for name in of)
+        return {n: np.median([of.get(n, none) for of in groups], 0).tolist() for n in names}
 
     return RankSummary(
         num_steps=sum(len(window.steps) for window in windows),
         hosts=windows[-1].hosts,
-        terms_s=typical([window.by_rank for window in windows]),
-        exposed_s=typical([window.exposed for window in windows]),
+        terms_s=typical("by_rank"),
+        exposed_s=typical("exposed"),
     )
 
 
@@ -145,84 +130,67 @@ def stages_of(axes: Mapping[str, int]) -> list[list[int]]:
     return np.array(groups_of(axes, "pp")).T.tolist() if "pp" in axes else groups_of(axes, "job")
 
 
-def table_of(times: Sequence[StepTimes], axes: Mapping[str, int]) -> Times:
-    """Return the times of one rank as an array: a row for each step, the columns of `window_of`."""
-    names = _wait_axes(axes)
-    rows = [
-        [*of.terms_s.values(), of.wall_s, *(of.exposed_s.get(name, 0.0) for name in names)]
-        for of in times
-    ]
-    return np.array(rows)
-
-
-def _wait_axes(axes: Mapping[str, int]) -> list[str]:
-    """Return the names of the axes over which a rank may wait."""
-    return [*axes, *flattened(axes), "world"]
-
-
 def window_of(
     steps: Sequence[int],
     hosts: Sequence[str],
     axes: Mapping[str, int],
-    tables: Sequence[Times],
+    ranks: Sequence[Sequence[StepTimes]],
     *,
     saved: Collection[int] = (),
     planned: Sequence[Sequence[float]] = (),
-    sent: Mapping[str, tuple[int, float]] | None = None,
+    sent: Mapping[str, tuple[int, float]] = MappingProxyType({}),
 ) -> RankWindow:
-    """Return the window of `steps`, given the table of each rank.
+    """Return the window of `steps`, given their times on each rank.
 
     Args:
         steps: numbers of the steps.
         hosts: host of each rank.
         axes: mesh axes of the job.
-        tables: for each rank the result of `table_of`.
+        ranks: times of the steps, for each rank.
         saved: steps that follow a save.
         planned: work of each stage in forward and backward, by one or several measures.
         sent: see `RankWindow`.
     """
-    names = [*TERMS, "wall", *_wait_axes(axes)]
-    columns = dict(zip(names, np.stack(tables, 1).transpose(2, 1, 0).round(7), strict=True))
-    spread: dict[str, list[list[float]]] = {}
-    by_rank: dict[str, list[float]] = {}
-    for name in (*TERMS, "wall"):
-        of = columns[name]  # [rank, step]
-        spread[name] = np.stack([of.min(0), np.median(of, 0), of.max(0)], 1).tolist()
-        by_rank[name] = of.mean(1).round(7).tolist()
-    exposed = {name: columns[name] for name in _wait_axes(axes) if columns[name].any()}
-    least = {
-        name: [round(float(np.median(of[ranks].min(0))), 7) for ranks in groups_of(axes, name)]
-        for name, of in exposed.items()
-        if name != "world"
-    }
+    names = (*TERMS, "wall")
+    waited = dict.fromkeys(axis for times in ranks for of in times for axis in of.exposed_s)
+    rows = [
+        [
+            [*of.terms_s.values(), of.wall_s, *(of.exposed_s.get(axis, 0.0) for axis in waited)]
+            for of in times
+        ]
+        for times in ranks
+    ]
+    columns = np.array(rows).round(7).transpose(2, 0, 1)  # [name, rank, step]
+    timed = dict(zip(names, columns, strict=False))
+    exposed = dict(zip(waited, columns[len(names) :], strict=True))
     stages = stages_of(axes)
-    of_ranks, of_stages = _excess(np.stack([columns[term] for term in WORK]), stages, planned)
-    every = {"": of_ranks, "stage ": of_stages} if len(stages) > 1 else {"": of_ranks}
+    of_ranks, of_stages = _excess(np.stack([timed[term] for term in WORK]), stages, planned)
     most: dict[str, list[tuple[int, float, float]]] = {}
-    for level, excess in every.items():
+    for level, excess in {"": of_ranks, "stage ": of_stages}.items():
+        if level and len(stages) == 1:
+            continue
         excess[:, :, [step in saved for step in steps]] = 0
         for name, of in zip((*WORK, "work"), [*excess, excess.sum(0)], strict=True):
             next_s, most_s = np.partition(of, -2, 0)[-2:].clip(0)
             above = most_s.round(7).tolist(), (most_s - next_s).round(7).tolist()
             most[level + name] = list(zip(of.argmax(0).tolist(), *above, strict=True))
-    slowest: list[Slowest | None] = []
-    for step in range(len(steps)):
-        level = max(every, key=lambda level: most[f"{level}work"][step][1])
-        rank, seconds, _ = most[f"{level}work"][step]
-        term = int(every[level][:, rank, step].argmax())
-        above_s = min(seconds, round(float(every[level][term, rank, step]), 7))
-        slowest.append(Slowest(rank, WORK[term], above_s) if above_s > 0 else None)
     return RankWindow(
         steps=[*steps],
         hosts=hosts,
         axes=axes,
-        spread=spread,
-        by_rank=by_rank,
-        slowest=slowest,
-        excess=most,
+        spread={
+            name: np.stack([of.min(0), np.median(of, 0), of.max(0)], 1).tolist()
+            for name, of in timed.items()
+        },
+        by_rank={name: of.mean(1).round(7).tolist() for name, of in timed.items()},
         exposed={axis: of.mean(1).round(7).tolist() for axis, of in exposed.items()},
-        least_exposed=least,
-        sent=sent or {},
+        excess=most,
+        least_exposed={
+            axis: [round(float(np.median(of[group].min(0))), 7) for group in groups_of(axes, axis)]
+            for axis, of in exposed.items()
+            if axis != "world"
+        },
+        sent={**sent},
     )
 
 

@@ -69,43 +69,31 @@ class Straggler:
 
     Attributes:
         ranks: the ranks that are late; of a link, those that it joins.
-        whole: "rank"; "stage N" or "host NAME" with all its ranks; "link"; or "ranks" in turns.
-        hosts: hosts of `ranks`, each once.
+        who: name of the rank, stage, host or link, with ranks and hosts.
         term: term that takes longer, or "communication over AXIS".
         excess_s: seconds of a step by which it exceeds the peers.
         share: part of the time of all steps that the others waited for it.
-        pattern: "in all steps", "each step" (another rank in each) or "in few steps".
-        steps: number of the late steps, and of all that are judged.
+        when: "in all steps", "each step" (another rank in each) or "in few steps (4 of 50)"; empty
+            for a link.
     """
 
-    ranks: tuple[int, ...]
-    whole: str
-    hosts: tuple[str, ...]
+    ranks: Sequence[int]
+    who: str
     term: str
     excess_s: float
     share: float
-    pattern: str
-    steps: tuple[int, int]
+    when: str = ""
 
     def text(self) -> str:
         """Return a sentence with ranks, host, term, share and pattern."""
-        numbers = f"{'rank' if len(self.ranks) == 1 else 'ranks'} {_listed(self.ranks)}"
-        of_host = f"{numbers} on host {' and '.join(self.hosts)}"
         took, share = f"{1e3 * self.excess_s:,.1f} ms", percent(self.share)
-        if self.whole == "link":
+        if not self.when:
             return (
-                f"A slow link between {of_host}: {self.term} takes {took} of each step ({share}), "
+                f"A slow link between {self.who}: {self.term} takes {took} of each step ({share}), "
                 "though no rank is late for it."
             )
-        who, when = {"rank": of_host, "ranks": f"another of {of_host}"}.get(self.whole, ""), ""
-        if self.whole.startswith("host"):
-            who = f"{self.whole} ({numbers})"
-        elif not who:
-            who = f"{self.whole} ({of_host})"
-        if self.pattern == "in few steps":
-            when = f" ({self.steps[0]} of {self.steps[1]})"
         return (
-            f"{who[0].upper()}{who[1:]} is late {self.pattern}{when}: {self.term} takes {took} "
+            f"{self.who[0].upper()}{self.who[1:]} is late {self.when}: {self.term} takes {took} "
             f"longer than on its peers, which wait for it {share} of the time."
         )
 
@@ -118,11 +106,9 @@ def window_from(record: Mapping[str, Any]) -> RankWindow:
 
 def accuse(windows: Sequence[RankWindow]) -> Straggler | None:
     """Return what the ranks wait for, the largest cause if there are several; None if nothing."""
-    if not windows:
+    if sum(len(window.steps) for window in windows) < LEAST_STEPS + WARMUP_STEPS:
         return None
     judged = _Judged(windows)
-    if len(judged.wall_s) < LEAST_STEPS:
-        return None
     causes = [*judged.slow_links(), *judged.slow_ranks()]
     return max(causes, key=lambda cause: cause.share, default=None)
 
@@ -132,103 +118,97 @@ class _Judged:
 
     def __init__(self, windows: Sequence[RankWindow]) -> None:
         self.windows, self.last = windows, windows[-1]
+        self.stages = stages_of(self.last.axes)
         walls = [median for window in windows for _, median, _ in window.spread["wall"]]
         self.wall_s = np.array(walls[WARMUP_STEPS:])
-        self.step_s = float(np.median(self.wall_s)) if len(self.wall_s) else 0.0
-        self.are_two = len(stages_of(self.last.axes)[0]) == 2
-        # See `RankWindow.excess`: arrays [step, (latest rank, seconds, seconds above the next)].
+        self.step_s = float(np.median(self.wall_s))
+        # See `RankWindow.excess`: arrays [(latest rank, seconds, seconds above the next), step].
         self.late = {
-            term: np.array([pair for window in windows for pair in window.excess[term]])
+            term: np.array([of for w in windows for of in w.excess[term]][WARMUP_STEPS:]).T
             for term in self.last.excess
             if all(term in window.excess for window in windows)
         }
 
     def slow_ranks(self) -> Iterator[Straggler]:
         """Yield a cause for each term that makes ranks late."""
-        for term, pairs in self.late.items():
-            ranks, seconds, gaps_s = pairs[WARMUP_STEPS:].T
+        for term, (latest, seconds, gaps_s) in self.late.items():
             is_stage = term.startswith("stage")
-            for members, whole in self._groups(is_stage=is_stage):
-                theirs_s = np.where(np.isin(ranks, members), seconds, 0.0)
+            for members, who, ranks in self._stages() if is_stage else self._groups():
+                theirs_s = np.where(np.isin(latest, members), seconds, 0.0)
                 # Each of them is the latest now and then, or else one alone is the cause.
                 if self._is_regular(theirs_s, term) and all(
-                    (ranks == rank).mean() >= 0.1 for rank in members
+                    (latest == rank).mean() >= 0.1 for rank in members
                 ):
-                    yield self._cause(members, whole, term, theirs_s, "in all steps")
+                    yield self._cause(ranks, who, term, theirs_s, "in all steps")
                     break
             else:
                 if term == "work" or is_stage:
                     continue
-                latest = Counter(map(int, ranks))
                 # Of many ranks that share cores, another is always nearly as late.
-                if self._is_regular(gaps_s, "either" if self.are_two else "each"):
-                    yield self._cause(sorted(latest), "ranks", term, seconds, "each step")
+                if self._is_regular(gaps_s, "either" if len(self.stages[0]) == 2 else "each"):
+                    ranks = sorted({*map(int, latest)})
+                    who = f"another of {self._named(ranks)}"
+                    yield self._cause(ranks, who, term, seconds, "each step")
                     continue
                 least_s = max(LEAST_SHARE["few"] * self.step_s, FEW * float(np.median(seconds)))
                 is_late = seconds >= max(LEAST_S, least_s)
-                (rank, number), *_ = Counter(map(int, ranks[is_late])).most_common(1) or [(0, 0)]
+                (rank, number), *_ = Counter(map(int, latest[is_late])).most_common(1) or [(0, 0)]
                 if number >= max(FEW, 0.8 * is_late.sum()) and is_late.mean() < 0.5:
-                    theirs_s = np.where(is_late & (ranks == rank), seconds, 0.0)
-                    yield self._cause([rank], "rank", term, theirs_s, "in few steps")
+                    theirs_s = np.where(is_late & (latest == rank), seconds, 0.0)
+                    when = f"in few steps ({number} of {len(seconds)})"
+                    yield self._cause([rank], self._named([rank]), term, theirs_s, when)
 
-    def _groups(self, *, is_stage: bool) -> Iterator[tuple[list[int], str]]:
-        """Yield ranks that may be late together: the first of a stage, a rank, or all of a host."""
-        hosts = self.last.hosts
-        if is_stage:
-            for stage, ranks in enumerate(stages_of(self.last.axes)):
-                yield ranks[:1], f"stage {stage}"
-            return
-        yield from (([rank], "rank") for rank in range(len(hosts)))
-        if len(names := dict.fromkeys(hosts)) > 1:
-            for name in names:
-                yield [rank for rank, host in enumerate(hosts) if host == name], f"host {name}"
+    def _groups(self) -> Iterator[tuple[list[int], str, list[int]]]:
+        """Yield ranks that may be late together, with their name: a rank, or all of a host."""
+        by_host: dict[str, list[int]] = {}
+        for rank, host in enumerate(self.last.hosts):
+            by_host.setdefault(host, []).append(rank)
+            yield [rank], self._named([rank]), [rank]
+        if len(by_host) > 1:
+            for host, ranks in by_host.items():
+                yield ranks, f"host {host} ({_listed(ranks)})", ranks
+
+    def _stages(self) -> Iterator[tuple[list[int], str, list[int]]]:
+        """Yield the rank that stands for each stage, the name of the stage, and all its ranks."""
+        for stage, ranks in enumerate(self.stages):
+            yield ranks[:1], f"stage {stage} ({self._named(ranks)})", ranks
 
     def _is_regular(self, seconds: Array, of: str) -> bool:
         """Return whether the excess is large, and much the same in most steps."""
         level, _, name = of.rpartition(" ")
         typical, least = float(np.median(seconds)), LEAST_SHARE.get(name, LEAST_SHARE["all"])
         is_much = typical >= max(LEAST_S, least * self.step_s)
-        few = 1 - MOST[self.are_two and not level]
+        few = 1 - MOST[len(self.stages[0]) == 2 and not level]
         return is_much and float(np.quantile(seconds, few)) >= REGULAR * typical
 
     def _cause(
-        self, ranks: Sequence[int], whole: str, term: str, seconds: Array, pattern: str
+        self, ranks: Sequence[int], who: str, term: str, seconds: Array, when: str
     ) -> Straggler:
         level, _, name = term.rpartition(" ")
         if name == "work":  # named by the term in which these ranks exceed their peers the most
             terms = {
-                each: np.where(np.isin(of[:, 0], ranks), of[:, 1], 0.0)[WARMUP_STEPS:].sum()
-                for each, of in self.late.items()
+                each.rpartition(" ")[2]: np.where(np.isin(latest, ranks), theirs_s, 0.0).sum()
+                for each, (latest, theirs_s, _) in self.late.items()
                 if each.rpartition(" ")[0] == level and each != term
             }
-            name = max(terms, key=lambda each: terms[each]).rpartition(" ")[2]
-        if level:
-            ranks = next(of for of in stages_of(self.last.axes) if of[0] == ranks[0])
-        late_s = seconds[seconds > 0]
+            name = max(terms, key=lambda each: terms[each])
         return Straggler(
             ranks=tuple(ranks),
-            whole=whole,
-            hosts=tuple(dict.fromkeys(self.last.hosts[rank] for rank in ranks)),
+            who=who,
             term=name,
-            excess_s=float(np.median(late_s)),
+            excess_s=float(np.median(seconds[seconds > 0])),
             share=min(1.0, float(seconds.sum() / self.wall_s.sum())),
-            pattern=pattern,
-            steps=(len(late_s), len(seconds)),
+            when=when,
         )
 
     def slow_links(self) -> Iterator[Straggler]:
         """Yield a cause for each axis, or one group of it, whose link takes longer than others."""
-        axes, sent, least_s = self.last.axes, self.last.sent, LEAST_SHARE["link"] * self.step_s
-        waits_s: dict[str, list[float]] = {}
-        for axis in set(sent).intersection(self.last.least_exposed):
-            # Each window counts once for each of its steps.
-            of = [
-                w.least_exposed[axis]
-                for w in self.windows
-                if axis in w.least_exposed
-                for _ in w.steps
-            ]
-            waits_s[axis] = np.median(of[WARMUP_STEPS:] or of, 0).tolist()
+        sent, waits_s = self.last.sent, dict[str, list[float]]()
+        for axis in self.last.least_exposed:
+            if sent.get(axis, (0, 0.0))[1] > 0:  # each window counts once for each of its steps
+                having = [w for w in self.windows for _ in w.steps if axis in w.least_exposed]
+                of = [w.least_exposed[axis] for w in having]
+                waits_s[axis] = np.median(of[WARMUP_STEPS:] or of, 0).tolist()
         for axis, groups_s in waits_s.items():
             calls, num_bytes = sent[axis]
             others = [(max(of), *sent[name]) for name, of in waits_s.items() if name != axis]
@@ -237,26 +217,28 @@ class _Judged:
                 and min(groups_s) / num_bytes >= SLOW_BYTE * of_s / of_bytes
                 for of_s, of_calls, of_bytes in others
             )
-            groups = groups_of(axes, axis)
+            groups = groups_of(self.last.axes, axis)
             most_s, slowest = max(zip(groups_s, groups, strict=True))
             is_alone = len(groups) > 1 and most_s >= SLOW_LINK * sorted(groups_s)[-2]
-            if most_s >= max(LEAST_S, least_s) and (is_slow or is_alone):
+            least_s = max(LEAST_S, LEAST_SHARE["link"] * self.step_s)
+            if most_s >= least_s and (is_slow or is_alone):
                 ranks = slowest if is_alone else sorted(rank for group in groups for rank in group)
                 yield Straggler(
                     ranks=tuple(ranks),
-                    whole="link",
-                    hosts=tuple(dict.fromkeys(self.last.hosts[rank] for rank in ranks)),
+                    who=self._named(ranks),
                     term=f"communication over {axis}",
                     excess_s=most_s,
                     share=min(1.0, most_s / self.step_s),
-                    pattern="in all steps",
-                    steps=(len(self.wall_s), len(self.wall_s)),
                 )
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        hosts = dict.fromkeys(self.last.hosts[rank] for rank in ranks)
+        return f"{_listed(ranks)} on host {' and '.join(hosts)}"
 
 
 def _listed(ranks: Sequence[int]) -> str:
-    """Return the numbers as text: "2", "0 and 1", "0 to 3", "0, 2 and 5"."""
+    """Return the ranks as text: "rank 2", "ranks 0 and 1", "ranks 0 to 3", "ranks 0, 2 and 5"."""
     if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"{ranks[0]} to {ranks[-1]}"
+        return f"ranks {ranks[0]} to {ranks[-1]}"
     *most, last = map(str, ranks)
-    return f"{', '.join(most)} and {last}" if most else last
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

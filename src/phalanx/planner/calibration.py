@@ -107,21 +107,16 @@ def kept_by(
     return kept if is_same and 0 <= age.days <= _DAYS else None
 
 
-def written_for(machine: Calibration, kept: Calibration | None) -> Calibration:
-    """Return the user's calibration of a blank `machine`; what its file lacks is from `kept`.
+def of_user(machine: Calibration) -> Calibration:
+    """Return the user's calibration of a blank `machine`, or `machine` without one.
 
     Raises:
         ConfigError: the calibration file is damaged.
     """
     path = path_of(THIS)
-    if path.exists():
-        file = read(path)
-        if (file.kind, file.device_name) == (machine.kind, machine.device_name):
-            machine = dataclasses.replace(file, num_here=machine.num_here)
-    if kept is not None:
-        compute, levels = machine.compute or kept.compute, machine.levels or kept.levels
-        machine = dataclasses.replace(machine, compute=compute, levels=levels)
-    return machine
+    file = read(path) if path.exists() else machine
+    is_same = (file.kind, file.device_name) == (machine.kind, machine.device_name)
+    return dataclasses.replace(file, num_here=machine.num_here) if is_same else machine
 
 
 def this_machine(num_devices: int | None = None, otherwise: Compute | None = None) -> Cluster:
@@ -136,10 +131,9 @@ def this_machine(num_devices: int | None = None, otherwise: Compute | None = Non
     """
     import torch
 
-    kind = "gpu" if host.may_have_gpu() and torch.cuda.is_available() else "cpu"
-    machine = blank(kind)
+    machine = blank("gpu" if host.may_have_gpu() and torch.cuda.is_available() else "cpu")
     kept = kept_by(num_devices or machine.num_here, machine) if otherwise is None else None
-    machine = written_for(machine, kept)
+    machine = of_user(machine).filled(kept)
     if compute := machine.compute or otherwise:
         compute = dataclasses.replace(compute, memory_bytes=memory_bytes(machine))
     return as_cluster(THIS, dataclasses.replace(machine, compute=compute), num_devices)
@@ -259,17 +253,25 @@ def compute_of(
     num_threads: int,
 ) -> Compute:
     """Return the rates of one core from rates of `num_threads` cores, or a GPU's (1 thread)."""
-    from phalanx.measure.core import memory_rate
+    import torch
 
-    is_gpu = machine.kind == "gpu"
-    device = "cuda" if is_gpu else "cpu"
+    from phalanx.measure.core import measure_core, memory_rate
+
+    core, num_before = None, torch.get_num_threads()
+    if machine.kind == "cpu":
+        torch.set_num_threads(1)
+        try:
+            products, attention, operator_s = measure_core()
+        finally:
+            torch.set_num_threads(num_before)
+        core = Core(products=products, attention=attention, operator_s=operator_s)
     return Compute(
         best={of: rate / num_threads for of, rate in best.items()},
         sustained={of: rate / num_threads for of, rate in sustained.items()},
-        bandwidth=memory_rate(device) / num_threads,
+        bandwidth=memory_rate("cpu" if core else "cuda") / num_threads,
         memory_bytes=memory_bytes(machine),
         date=time.strftime("%Y-%m-%d"),
-        core=None if is_gpu else core_of(),
+        core=core,
     )
 
 
@@ -280,18 +282,3 @@ def memory_bytes(machine: Calibration) -> float:
 
         return torch.cuda.get_device_properties(0).total_memory
     return host.free_memory_bytes() / machine.num_here
-
-
-def core_of() -> Core:
-    """Measure the products, attention and operators of a small model on one core in a second."""
-    import torch
-
-    from phalanx.measure.core import measure_core
-
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        products, attention, operator_s = measure_core()
-    finally:
-        torch.set_num_threads(num_threads)
-    return Core(products=products, attention=attention, operator_s=operator_s)

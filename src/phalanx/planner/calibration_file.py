@@ -76,6 +76,13 @@ class Calibration:
         )
         return is_timed and (num_ranks == 1 or bool(self.levels))
 
+    def filled(self, other: Calibration | None) -> Calibration:
+        """Return this calibration; what it lacks is from `other`."""
+        if other is None:
+            return self
+        compute, levels = self.compute or other.compute, self.levels or other.levels
+        return dataclasses.replace(self, compute=compute, levels=levels)
+
 
 def path_of(name: str) -> Path:
     """Return the path of the calibration file `name`: `this` in the cache folder, or any path.

@@ -13,6 +13,7 @@ many ranks.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import statistics
 import time
@@ -57,7 +58,7 @@ def machine_of(comm: Comm, precision: str, *, measures: bool) -> Calibration:
     kept, expected = None, 0.0
     if comm.is_first:
         with suppress(PhalanxError):  # a damaged file ends `phalanx plan`, and no run
-            user = calibration.written_for(blank, None)
+            user = calibration.of_user(blank)
         kept = calibration.kept_by(num_ranks, blank, precision)
     if measures and blank.kind == "cpu" and num_here == num_ranks:
         if kept is not None and kept.compute is not None and kept.compute.core is not None:
@@ -71,9 +72,7 @@ def machine_of(comm: Comm, precision: str, *, measures: bool) -> Calibration:
             kept = measure_ranks(comm, precision)
             if comm.is_first:
                 calibration.keep_measured(kept, num_ranks)
-    machine = kept or blank
-    with suppress(PhalanxError):
-        machine = calibration.written_for(blank, kept)
+    machine = user.filled(kept)
     return machine if machine.num_hosts == max(1, num_ranks // num_here) else blank
 
 
@@ -92,52 +91,54 @@ def measure_ranks(comm: Comm, precision: str) -> Calibration:
     """
     machine, num_ranks = calibration.blank("cpu"), comm.size("job")
     products, attention, operator_s = measure_core(precision)
-    mine = [*products.values(), *attention.values(), operator_s, memory_rate(), step_s()]
+    measured = [*products.values(), *attention.values(), operator_s, memory_rate(), step_s()]
     axis = next((axis for axis, size in reversed(comm.axes.items()) if size > 1), None)
     points = [] if axis is None else list(_timed(comm, axis))
-    mine += [time_s for *_, time_s in points]
-    means = [total / num_ranks for total in _sums(comm, mine)]
+    sums = _sums(comm, [*measured, *(time_s for *_, time_s in points)])
+    means = iter(total / num_ranks for total in sums)
     cores = machine.num_here / num_ranks  # of a rank; it may be a fraction
-    rates = iter(means)
-    per_core = [{of: next(rates) / cores for of in part} for part in (products, attention)]
-    operator_s, bandwidth, small_s = (next(rates) for _ in range(3))
+    products, attention = (
+        {of: next(means) / cores for of in part} for part in (products, attention)
+    )
     # What ranks lose on a shared core is in their rates already: no `crowd`, no `turn_s`.
-    operator_s *= min(1.0, cores)
     core = Core(
-        products=per_core[0], attention=per_core[1], operator_s=operator_s, in_step=1.0, crowd=0.0
+        products=products,
+        attention=attention,
+        operator_s=next(means) * min(1.0, cores),
+        in_step=1.0,
+        crowd=0.0,
     )
     compute = Compute(
-        best=core.products,
-        sustained=core.products,
-        bandwidth=bandwidth / cores,
+        best=products,
+        sustained=products,
+        bandwidth=next(means) / cores,
         memory_bytes=calibration.memory_bytes(machine),
         date=time.strftime("%Y-%m-%d"),
         core=core,
         source=f"measured on this machine by {num_ranks} ranks at once",
     )
-    machine = dataclasses.replace(machine, compute=compute)
-    in_step = small_s / small_step_s(machine, num_ranks)
-    compute = dataclasses.replace(compute, core=dataclasses.replace(core, in_step=in_step))
-    machine = dataclasses.replace(machine, compute=compute)
-    if not points:
-        return machine
-    costs, seconds = dict[str, OpCost](), list(rates)
-    for op in OPS:
-        pairs = zip(points, seconds, strict=True)
-        hop_s, byte_s = fit([(hops, sent, s) for (of, hops, sent, _), s in pairs if of == op])
-        costs[op] = OpCost(latency_s=hop_s, bandwidth=1 / byte_s)
-    link = Link(
-        name="collectives in a host",
-        bandwidth=costs["all_reduce"].bandwidth,
-        latency_s=costs["all_reduce"].latency_s,
-        source=f"measured by these {num_ranks} ranks",
-        date=time.strftime("%Y-%m"),
-        measured=costs,
-        turn_s=0.0,
-        in_step=1.0,
-    )
+    alone = dataclasses.replace(machine, compute=compute)
+    core = dataclasses.replace(core, in_step=next(means) / small_step_s(alone, num_ranks))
+    levels: tuple[Level, ...] = ()
+    if points:
+        costs, seconds = dict[str, OpCost](), list(means)
+        for op in OPS:
+            pairs = zip(points, seconds, strict=True)
+            hop_s, byte_s = fit([(hops, sent, s) for (of, hops, sent, _), s in pairs if of == op])
+            costs[op] = OpCost(latency_s=hop_s, bandwidth=1 / byte_s)
+        link = Link(
+            name="collectives in a host",
+            bandwidth=costs["all_reduce"].bandwidth,
+            latency_s=costs["all_reduce"].latency_s,
+            source=f"measured by these {num_ranks} ranks",
+            date=time.strftime("%Y-%m"),
+            measured=costs,
+            turn_s=0.0,
+            in_step=1.0,
+        )
+        levels = (Level(name="server", devices=num_ranks, link=link),)
     return dataclasses.replace(
-        machine, levels=(Level(name="server", devices=num_ranks, link=link),)
+        machine, compute=dataclasses.replace(compute, core=core), levels=levels
     )
 
 
@@ -154,20 +155,16 @@ def _timed(comm: Comm, axis: str) -> Iterator[tuple[str, float, float, float]]:
     """Yield each collective, its hops and bytes in a ring, and its seconds within a step."""
     x, weight = torch.randn(128, 512), torch.randn(512, 512)
     num = comm.size(axis)
-    for op in OPS:
-        for num_bytes in _SIZES:
-            call, times_s = (
-                TimedCollective(comm, op, axis, num_bytes // 4 // num * num),
-                list[float](),
-            )
-            for _ in range(1 + _REPEATS):
-                # The work takes other caches and, as in a step, not equally long on all ranks.
-                torch.mm(x, weight).relu_()
-                begun_s = time.perf_counter()
-                call.run()
-                times_s.append(time.perf_counter() - begun_s)
-            time_s = statistics.median(times_s[1:]) / (2 if op == "send" else 1)
-            yield op, *ring(op, num, call.whole.nbytes), time_s
+    for op, num_bytes in itertools.product(OPS, _SIZES):
+        call, times_s = TimedCollective(comm, op, axis, num_bytes // 4 // num * num), list[float]()
+        for _ in range(1 + _REPEATS):
+            # The work takes other caches and, as in a step, not equally long on all ranks.
+            torch.mm(x, weight).relu_()
+            begun_s = time.perf_counter()
+            call.run()
+            times_s.append(time.perf_counter() - begun_s)
+        time_s = statistics.median(times_s[1:]) / (2 if op == "send" else 1)
+        yield op, *ring(op, num, call.whole.nbytes), time_s
 
 
 class TimedCollective:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -21,7 +21,7 @@ from phalanx.planner.calibration_file import Calibration
 from phalanx.planner.hardware import DEVICES
 from phalanx.planner.machine import Level, Link
 from phalanx.strategy import Strategy
-from phalanx.train.report.prediction import UNMEASURED, Predicted, judge, predict
+from phalanx.train.report.prediction import UNMEASURED, PredictionReport, predict
 from phalanx.train.run import train
 from small_run import small_run
 
@@ -31,34 +31,39 @@ TIMED = dataclasses.replace(BARE, compute=dataclasses.replace(ASSUMED, source="m
 WHOLE = dataclasses.replace(TIMED, levels=(Level(name="server", devices=2, link=LINK),))
 
 
-def predicted(strategy: str, machine: Calibration, precision: str = "float32") -> Predicted:
+STEP_S = dict.fromkeys(TERMS, 0.0) | {"forward": 0.5, "backward": 0.5}
+STEPS = StepSummary(num_steps=1, wall_s=1.0, medians_s=STEP_S, shares=STEP_S)
+KINDS = dict.fromkeys(get_args(Kind), 1 << 20)
+HELD = MemoryReport(
+    at_peak=KINDS, at_most=KINDS, at_end=KINDS, peak_phase="backward", passing_bytes=3 << 20,
+    largest_bytes=1 << 30, resident_bytes=1 << 30,
+)  # fmt: skip
+
+
+def predicted(
+    strategy: str, machine: Calibration, precision: str = "float32", **measured: Any
+) -> PredictionReport:
     step = decoder_step(shape_of("demo"), Strategy.parse(strategy), 128, 1, 1, precision)
-    return predict(step, machine)
+    report = predict(step, machine, **{"steps": STEPS, "memory": HELD} | measured)
+    assert report is not None
+    return report
 
 
 def test_a_time_is_predicted_of_measured_rates_alone() -> None:
-    assert [predicted("dp2", of).is_timed for of in (BARE, TIMED, WHOLE)] == [False, False, True]
-    assert [predicted("dp1", of).is_timed for of in (BARE, TIMED, WHOLE)] == [False, True, True]
-    assert predicted("dp2", BARE).at_peak == predicted("dp2", WHOLE).at_peak
+    for strategy, timed in {"dp2": [False, False, True], "dp1": [False, True, True]}.items():
+        reports = [predicted(strategy, of) for of in (BARE, TIMED, WHOLE)]
+        assert [of.is_timed for of in reports] == [bool(of.time_s) for of in reports] == timed
+        assert reports[0].bytes == reports[2].bytes
     assert predicted("dp2", WHOLE).machine == "measured in a test, 2026-11; links: a test"
 
 
 def test_an_error_is_printed_of_measured_rates_alone() -> None:
-    step_s = dict.fromkeys(TERMS, 0.0) | {"forward": 0.5, "backward": 0.5}
-    steps = StepSummary(num_steps=1, wall_s=1.0, medians_s=step_s, shares=step_s)
     sent = [Entry(phase, "dp", "all_reduce", 1, 8, 2**20) for phase in ("backward", "clip")]
-    report = judge(predicted("dp2", WHOLE), steps, None, sent)
-    assert report is not None and report.is_timed
+    report = predicted("dp2", WHOLE, memory=None, entries=sent)
     assert ") a step; rates: measured in" in report.line()
     assert set(report.errors) == {"step", "compute", "communication", "bubble", "optimizer"}
     assert report.sent["dp"].measured == 2**20, "a clip's few bytes are left out"
-    kinds = dict.fromkeys(get_args(Kind), 1 << 20)
-    held = MemoryReport(
-        at_peak=kinds, at_most=kinds, at_end=kinds, peak_phase="backward", passing_bytes=3 << 20,
-        largest_bytes=1 << 30, resident_bytes=1 << 30,
-    )  # fmt: skip
-    report = judge(predicted("dp2", BARE), steps, held)
-    assert report is not None and not report.is_timed and report.time_s == {}
+    report = predicted("dp2", BARE)
     assert "step" not in report.errors and report.bytes["parameters"].error != 0
     assert report.line().endswith(f"at the peak; {UNMEASURED}")
 
@@ -68,7 +73,7 @@ def test_a_gpu_without_a_known_peak_has_no_time() -> None:
     gpu = dataclasses.replace(WHOLE, kind="gpu", device_name=DEVICES["b200"].driver, num_here=2)
     found = [predicted("dp2", gpu, name) for name in ("bfloat16", "float32", "float64")]
     assert [each.is_timed for each in found] == [True, True, False]
-    assert all(sum(each.at_peak.values()) > 0 for each in found)
+    assert all(each.bytes["peak"].predicted > 0 for each in found)
 
 
 SHAPE = ShapeConfig(

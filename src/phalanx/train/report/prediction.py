@@ -9,25 +9,16 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from phalanx.account.planned import PlannedStep
-from phalanx.account.rank_memory import memory
+from phalanx.account.rank_memory import memory as stage_memory
 from phalanx.comm.ledger import Entry
 from phalanx.measure.memory import Kind
 from phalanx.measure.memory_report import MemoryReport
 from phalanx.measure.summary import StepSummary
-from phalanx.measure.timer import Term
 from phalanx.planner.calibration import as_cluster
 from phalanx.planner.calibration_file import THIS, Calibration
 from phalanx.planner.price import price
 from phalanx.planner.software import SOFTWARE
 from phalanx.report.tabular import Number, Table
-
-_TERMS: Mapping[str, tuple[Term, ...]] = {
-    "compute": ("forward", "backward"),
-    "communication": ("communication",),
-    "bubble": ("bubble",),
-    "optimizer": ("optimizer",),
-}
-"""Cause of a predicted time -> terms of the measured step that it corresponds to."""
 
 _AGREEMENTS: Final = ("count", "clip", "metrics")
 """Phases whose few bytes a plan leaves out."""
@@ -39,7 +30,7 @@ UNMEASURED: Final = (
 """Sentence in place of a predicted time."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Forecast:
     """A predicted and a measured value: seconds of a step, or bytes of memory."""
 
@@ -55,32 +46,6 @@ class Forecast:
         """Return both values divided by `scale`, in `unit`, with the error in percent."""
         both = f"{self.predicted / scale:,.4g} {unit}, measured {self.measured / scale:,.4g}"
         return f"{both} ({self.error:+.0%})"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Predicted:
-    """The planner's prediction of a run on this machine.
-
-    Attributes:
-        machine: source of the machine's rates; empty if they were not measured here.
-        step_s: seconds of the median step; None without measured rates.
-        time_s: cause -> seconds of a step; empty without measured rates.
-        sent: mesh axis -> bytes that the first rank sends in a step.
-        at_most: largest bytes of each kind of memory on rank 0.
-        at_peak: bytes of each kind at rank 0's peak; their sum is the peak.
-    """
-
-    machine: str
-    step_s: float | None
-    time_s: Mapping[str, float]
-    sent: Mapping[str, float]
-    at_most: Mapping[Kind, int]
-    at_peak: Mapping[Kind, int]
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether a time is predicted, because the rates and links were measured here."""
-        return self.step_s is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,43 +92,72 @@ class PredictionReport:
         return Table("Time of a step, predicted and measured", heads, rows)
 
 
-def predict(planned: PlannedStep[Any], machine: Calibration) -> Predicted:
-    """Predict a run on this machine: bytes of memory, and the time if its rates were measured.
+def predict(
+    planned: PlannedStep[Any],
+    machine: Calibration,
+    steps: StepSummary | None = None,
+    memory: MemoryReport | None = None,
+    entries: Iterable[Entry] = (),
+) -> PredictionReport | None:
+    """Predict a run on this machine, beside what was measured; None if nothing was measured.
 
     Args:
         planned: a step of the run.
-        machine: the measured rates and links of this machine.
+        machine: the measured rates and links of this machine; without any, no time is predicted.
+        steps: measured times.
+        memory: measured memory of rank 0.
+        entries: measured collectives of rank 0 in a step.
     """
-    num_ranks = planned.strategy.num_ranks
-    held = memory(planned, machine.kind)[0]
-    sizes = [(planned.microbatch, planned.seq_len)] * planned.accumulation
-    kinds: dict[str, Any] = {"sent": sent_by_axis(planned.plan.traffic(sizes))}
-    kinds |= {"at_most": kinds_of(held.causes), "at_peak": kinds_of(held.at_peak())}
+    num_ranks, source, time_s = planned.strategy.num_ranks, "", dict[str, Forecast]()
     cluster = as_cluster(THIS, machine, num_ranks) if machine.is_whole(num_ranks) else None
-    if cluster is None or not cluster.device.has_peak(planned.precision):
-        return Predicted(machine="", step_s=None, time_s={}, **kinds)
-    cost = price(planned, cluster, SOFTWARE["phalanx"])
-    of_links = f"; links: {cluster.levels[0].link.source}" if num_ranks > 1 else ""
-    return Predicted(
-        machine=f"{cluster.device.source}, {cluster.device.date}{of_links}",
-        step_s=cost.step_s,
-        time_s={
-            "compute": cost.compute_s,
-            "communication": cost.tensor_s + cost.ring_s + cost.exposed_s,
-            "bubble": cost.bubble_s,
-            "optimizer": cost.optimizer_s,
-        },
-        **kinds,
+    if cluster is not None and cluster.device.has_peak(planned.precision):
+        of_links = f"; links: {cluster.levels[0].link.source}" if num_ranks > 1 else ""
+        source = f"{cluster.device.source}, {cluster.device.date}{of_links}"
+        if steps is not None and steps.doubt is None:
+            cost, medians_s = price(planned, cluster, SOFTWARE["phalanx"]), steps.medians_s
+            computed_s = medians_s["forward"] + medians_s["backward"]
+            sent_s = cost.tensor_s + cost.ring_s + cost.exposed_s
+            time_s = {
+                "step": Forecast(cost.step_s, steps.wall_s),
+                "compute": Forecast(cost.compute_s, computed_s),
+                "communication": Forecast(sent_s, medians_s["communication"]),
+                "bubble": Forecast(cost.bubble_s, medians_s["bubble"]),
+                "optimizer": Forecast(cost.optimizer_s, medians_s["optimizer"]),
+            }
+    held, at_peak = dict[str, Forecast](), dict[str, Forecast]()
+    if memory is not None and memory.doubt is None:
+        stage = stage_memory(planned, machine.kind)[0]
+        most, kinds = kinds_of(stage.causes), kinds_of(stage.at_peak())
+        passing = most["cast"] + most["activations"]
+        held = {
+            "peak": Forecast(sum(kinds.values()), memory.peak_bytes),
+            "passing": Forecast(passing, memory.passing_bytes),
+            **{kind: Forecast(each, memory.at_most[kind]) for kind, each in most.items()},
+        }
+        at_peak = {kind: Forecast(each, memory.at_peak[kind]) for kind, each in kinds.items()}
+    if not time_s and not held:
+        return None
+    sizes = [(planned.microbatch, planned.seq_len)] * planned.accumulation
+    expected = _sent_by_axis(planned.plan.traffic(sizes))
+    measured = _sent_by_axis(entries)
+    return PredictionReport(
+        machine=source,
+        is_timed=bool(source),
+        time_s=time_s,
+        sent={axis: Forecast(expected[axis], of) for axis, of in measured.items()},
+        bytes=held,
+        bytes_at_peak=at_peak,
+        errors={name: each.error for name, each in {**time_s, **held}.items()},
     )
 
 
-def sent_by_axis(entries: Iterable[Entry]) -> Counter[str]:
+def _sent_by_axis(entries: Iterable[Entry]) -> Counter[str]:
     """Return the bytes that a rank sends by mesh axis, without agreements between ranks."""
-    found = Counter[str]()
+    sent = Counter[str]()
     for entry in entries:
         if entry.phase not in _AGREEMENTS:
-            found[entry.axis] += math.ceil(entry.sent_bytes)
-    return found
+            sent[entry.axis] += math.ceil(entry.sent_bytes)
+    return sent
 
 
 def kinds_of(causes: Mapping[str, int]) -> dict[Kind, int]:
@@ -176,48 +170,3 @@ def kinds_of(causes: Mapping[str, int]) -> dict[Kind, int]:
         "optimizer": causes["optimizer"],
         "activations": causes["activations"] + causes["logits"],
     }
-
-
-def judge(
-    predicted: Predicted,
-    steps: StepSummary | None,
-    memory: MemoryReport | None,
-    entries: Iterable[Entry] = (),
-) -> PredictionReport | None:
-    """Return a prediction with the measured values; None if nothing was measured."""
-    time_s: dict[str, Forecast] = {}
-    if predicted.step_s is not None and steps is not None and steps.doubt is None:
-        time_s["step"] = Forecast(predicted=predicted.step_s, measured=steps.wall_s)
-        for cause, terms in _TERMS.items():
-            measured = sum(steps.medians_s[term] for term in terms)
-            time_s[cause] = Forecast(predicted=predicted.time_s[cause], measured=measured)
-    held: dict[str, Forecast] = {}
-    at_peak: dict[str, Forecast] = {}
-    if memory is not None and memory.doubt is None:
-        peak_bytes = sum(predicted.at_peak.values())
-        held["peak"] = Forecast(predicted=peak_bytes, measured=memory.peak_bytes)
-        passing = predicted.at_most["cast"] + predicted.at_most["activations"]
-        held["passing"] = Forecast(predicted=passing, measured=memory.passing_bytes)
-        for into, these, those in (
-            (held, predicted.at_most, memory.at_most),
-            (at_peak, predicted.at_peak, memory.at_peak),
-        ):
-            for kind, num_bytes in these.items():
-                into[kind] = Forecast(predicted=num_bytes, measured=those[kind])
-    if not time_s and not held:
-        return None
-    measured = sent_by_axis(entries)
-    sent = {
-        axis: Forecast(predicted=predicted.sent.get(axis, 0), measured=num_bytes)
-        for axis, num_bytes in measured.items()
-    }
-    errors = {name: each.error for name, each in {**time_s, **held}.items()}
-    return PredictionReport(
-        machine=predicted.machine,
-        is_timed=predicted.is_timed,
-        time_s=time_s,
-        sent=sent,
-        bytes=held,
-        bytes_at_peak=at_peak,
-        errors=errors,
-    )

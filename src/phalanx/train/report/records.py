@@ -21,10 +21,10 @@ from phalanx.config.profile_options import ProfileOptions
 from phalanx.launch.failure import READER_LEFT
 from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import RunLog, StepRecord
-from phalanx.measure.memory import MemoryAccount, MemoryCurve, MemoryLedger, allocator_snapshot
+from phalanx.measure.memory import MemoryAccount, MemoryLedger, allocator_snapshot
 from phalanx.measure.peaks import Arithmetic, peak_of
 from phalanx.measure.products import ProductTypes, quick_ceiling
-from phalanx.measure.rank_times import RankWindow, table_of, window_of
+from phalanx.measure.rank_times import RankWindow, window_of
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
 from phalanx.planner.calibration import blank
@@ -102,7 +102,7 @@ class Records:
         self._restart_timer = True
         self._ungathered: list[StepTimes] = []
         self._after_save: set[int] = set()
-        self.windows: list[RankWindow] = []
+        self.windows = deque[RankWindow]()
         self._watching = ExitStack()
         self.log: RunLog | None = None
         self.profile: Profile | None = None
@@ -246,30 +246,28 @@ class Records:
             times.clear()
             return
         with self.timer.wait("world"):
-            ranks = gather_on_first((socket.gethostname(), table_of(times, comm.axes)))
+            ranks = gather_on_first((socket.gethostname(), times))
         if self.log is not None:
             last = self.session.step.steps_done
-            hosts, tables = zip(*ranks, strict=True)
+            hosts, times_s = zip(*ranks, strict=True)
+            sent: dict[str, tuple[int, float]] = {}
+            for entry in self.entries:
+                calls, num_bytes = sent.get(entry.axis, (0, 0.0))
+                sent[entry.axis] = calls + entry.calls, num_bytes + entry.sent_bytes
             window = window_of(
                 range(last - len(times) + 1, last + 1),
                 hosts,
                 comm.axes,
-                tables,
+                times_s,
                 saved=self._after_save,
                 planned=self.session.plan.stage_parts,
-                sent=self._sent(),
+                sent=sent,
             )
             self.windows.append(window)
+            while self.windows[0].steps[-1] <= last - MEASURED_STEPS:
+                self.windows.popleft()
             self.log.ranks(window)
         times.clear()
-
-    def _sent(self) -> dict[str, tuple[int, float]]:
-        """Return calls and bytes of a step over each mesh axis; empty before they are counted."""
-        sent: dict[str, tuple[int, float]] = {}
-        for entry in self.entries:
-            calls, num_bytes = sent.get(entry.axis, (0, 0.0))
-            sent[entry.axis] = calls + entry.calls, num_bytes + entry.sent_bytes
-        return sent
 
     def measured(self) -> list[StepTimes]:
         """Return the kept times without WARMUP_STEPS; in a shorter run those before LEDGER_STEP."""
@@ -324,22 +322,21 @@ class Records:
             return "--debug-comm hides the collectives that it runs"
         return None
 
-    def _write_curves(self, curve: MemoryCurve) -> None:
+    def _write_curves(self, curve: dict[str, Any]) -> None:
         """Gather the memory curves of all ranks; rank 0 writes them with the planner's bytes."""
         session = self.session
-        curves = gather_on_first((session.comm.coord("pp"), curve.as_dict()))
+        curves = gather_on_first((session.comm.coord("pp"), curve))
         if self.log is not None:
-            planned = session.planned()
-            device = "cpu" if session.comm.device.type == "cpu" else "gpu"
-            stages = memory(planned, device) if planned is not None else None
+            planned, predicted = session.planned(), None
+            if planned is not None:
+                stages = memory(planned, "cpu" if session.comm.device.type == "cpu" else "gpu")
+                predicted = [
+                    {"at_peak": kinds_of(of.at_peak()), "at_most": kinds_of(of.causes)}
+                    for of in stages
+                ]
             for rank, (stage, values) in enumerate(curves):
-                predicted = None
-                if stages is not None:
-                    held = stages[stage]
-                    both = {"at_peak": held.at_peak(), "at_most": held.causes}
-                    predicted = {name: kinds_of(causes) for name, causes in both.items()}
-                place = {"step": session.step.steps_done, "rank": rank, "stage": stage}
-                self.log.note("memory", {**place, **values, "predicted": predicted})
+                values |= {"step": session.step.steps_done, "rank": rank, "stage": stage}
+                self.log.note("memory", {**values, "predicted": predicted and predicted[stage]})
         barrier()  # the other ranks wait for the prediction here, not in their next step
 
     def _measure_ceiling(self) -> None:

@@ -20,7 +20,7 @@ from phalanx.report.tabular import Part
 from phalanx.report.terminal import text_of
 from phalanx.train.evaluate import Evaluation
 from phalanx.train.report import result
-from phalanx.train.report.prediction import PredictionReport, judge, predict
+from phalanx.train.report.prediction import PredictionReport, predict
 from phalanx.train.report.records import Records
 from phalanx.train.session import resume_text
 
@@ -157,7 +157,7 @@ def summarize_run(records: Records) -> Summary:
     planned = session.planned() if session.is_first else None
     predicted = None
     if planned is not None and not session.config.compile:
-        predicted = predict(planned, records.machine)
+        predicted = predict(planned, records.machine, steps, memory, records.entries)
     checkpoints = manifest.complete_checkpoints(session.out)
     paths = {
         **({"checkpoint": checkpoints[max(checkpoints)]} if checkpoints else {}),
@@ -186,7 +186,7 @@ def summarize_run(records: Records) -> Summary:
         served_text=session.served_text(),
         memory=memory,
         no_memory=None if memory else f"No measurement of memory by kind: {blind_spot}.",
-        predicted=None if predicted is None else judge(predicted, steps, memory, records.entries),
+        predicted=predicted,
         resident_bytes=memory.resident_bytes if memory is not None else resident_peak_bytes(),
         sample=sample,
         paths={name: str(path) for name, path in paths.items() if path.exists()},
