@@ -126,6 +126,7 @@ class Records:
                 session.strategy,
                 ProfileOptions.parse(session.config.profile),
                 model=session.step.model,
+                optimizers=[session.step.optimizer] if self.blind_spot is None else None,
                 phases=TERMS | {"data": "data"},
                 say=lambda words: self.log and self.log.display.terminal.say(words, "yellow"),
             )
