@@ -19,6 +19,7 @@ import os
 import shutil
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -214,10 +215,10 @@ class Profile:
                 at_s = min(max(sample.at_s, begin_s), end_s)
                 spans.append(CounterSample(at_s, sample.counter, sample.values))
         if terms_s is None:
-            terms_s = dict[Any, float]()
+            terms_s = defaultdict[Any, float](float)
             for span in spans:
                 if isinstance(span, ComputeSpan | WaitSpan):
-                    terms_s[span.term] = terms_s.get(span.term, 0.0) + span.end_s - span.begin_s
+                    terms_s[span.term] += span.end_s - span.begin_s
         StepSpans(
             step=self._step,
             rank=self._comm.rank,

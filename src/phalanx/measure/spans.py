@@ -18,7 +18,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from phalanx.storage import replace_file
 
@@ -102,9 +102,7 @@ class CounterSample:
 
 Span = ComputeSpan | WaitSpan | CollectiveSpan | CounterSample
 
-_KINDS: Final = {
-    kind.__name__: kind for kind in (ComputeSpan, WaitSpan, CollectiveSpan, CounterSample)
-}
+_KINDS: Final = {kind.__name__: kind for kind in get_args(Span)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,10 +39,9 @@ class LoopProfile:
         step: LoopStep,
     ) -> None:  # fmt: skip
         """Observe the next steps; every rank calls this together."""
-        phases = {**TERMS, "data": "data", "other": "other"}
         job, compiled = prepared.job, (each._compiled_call_impl for each in model.modules())  # pyright: ignore[reportPrivateUsage]
         self._profile = Profile(
-            folder, job.comm, job.strategy, options, model=model, phases=phases, say=report,
+            folder, job.comm, job.strategy, options, model=model, phases=TERMS, say=report,
             # The memory of compiled code is not seen.
             optimizers=None if any(compiled) else prepared.optimizers,
         )  # fmt: skip
