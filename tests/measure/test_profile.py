@@ -34,6 +34,7 @@ from phalanx.measure.spans import (
     read_spans,
     span_files,
 )
+from phalanx.review.merge import merge
 from phalanx.strategy import Strategy
 from phalanx.train.callback import Callback
 from phalanx.train.run import train
@@ -57,6 +58,10 @@ def traces(run: Path) -> dict[str, dict[str, Any]]:
     """Return the traces of torch.profiler by the names of their ranks."""
     files = (run / "trace").glob("*.pt.trace.json")
     return {file.name.partition(".")[0]: json.loads(file.read_text()) for file in files}
+
+
+def samples(step: StepSpans, counter: str) -> list[CounterSample]:
+    return [s for s in step.spans if isinstance(s, CounterSample) and s.counter == counter]
 
 
 def check_lane(step: StepSpans) -> None:
@@ -120,7 +125,7 @@ def test_every_collective_of_the_ledger_is_a_span_and_lanes_are_filled(
     for step in steps:
         check_lane(step)
         assert counted(step) == ledger or step.rank > 0
-        flights = [s.values["microbatches"] for s in step.spans if isinstance(s, CounterSample)]
+        flights = [s.values["microbatches"] for s in samples(step, "in flight")]
         assert flights[-1] == 0 and min(flights) == 0
         assert max(flights) == (1 if parsed.pp.degree == 1 else max(flights))
         for span in step.spans:
@@ -145,11 +150,23 @@ def test_every_collective_of_the_ledger_is_a_span_and_lanes_are_filled(
 
 
 def test_losses_are_equal_to_the_bit_and_words_name_what_was_sent(tmp_path: Path) -> None:
-    run = profiled(tmp_path, "dp2")
-    train(small_run(tmp_path, 60, steps=5, shape=TWO_BLOCKS, out=str(tmp_path / "plain")))
+    settings: dict[str, Any] = {"steps": 5, "shape": TWO_BLOCKS}
+    with_memory = f"{OPTIONS},profile_memory=true"
+    train(small_run(tmp_path, 60, strategy="dp2", profile=with_memory, **settings))
+    train(small_run(tmp_path, 60, out=str(tmp_path / "plain"), **settings))
+    run = tmp_path / "run"
     assert losses(run) == losses(tmp_path / "plain")
     assert not (tmp_path / "plain" / "trace").exists()
     step = read_spans(next(span_files(run)))
+    # The account of memory of an unprofiled step has the same peak.
+    curve = [sum(s.values.values()) for s in samples(step, "memory")]
+    (account, _) = records(run, "memory")
+    assert max(curve) == max(map(sum, zip(*account["curve"]["bytes"].values(), strict=True)))
+    assert all(step.begin_s <= s.at_s <= step.end_s for s in samples(step, "memory"))
+    merge(run, tmp_path / "merged.json")
+    events = json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
+    drawn = [event["args"] for event in events if event["ph"] == "C" and event["name"] == "memory"]
+    assert len(drawn) >= len(curve) and set(drawn[0]) == set(account["curve"]["bytes"])
     (bucket,) = (s for s in step.spans if isinstance(s, CollectiveSpan) and s.label == "bucket 0")
     assert (bucket.op, bucket.axis, bucket.ranks, bucket.peer) == ("all_reduce", "dp", (0, 1), None)
     parts = [s for s in step.spans if isinstance(s, ComputeSpan) and s.part == "blocks.1"]
@@ -182,6 +199,7 @@ def full_disk(folder: Path, place: str) -> tuple[list[str], bool, int]:
         Strategy.parse("dp2"),
         ProfileOptions(wait=0, warmup=0, active=2, repeat=0),
         model=model,
+        optimizers=None,
         phases={},
         say=said.append,
     )

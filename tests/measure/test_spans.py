@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from phalanx.measure.spans import (
@@ -39,3 +40,6 @@ def test_spans_are_read_as_written(tmp_path: Path) -> None:
     file = step.write(tmp_path)
     assert [*span_files(tmp_path)] == [file]
     assert read_spans(file) == step
+    # A run that resumes on fewer ranks takes the same step again.
+    dataclasses.replace(step, rank=0, num_ranks=2).write(tmp_path)
+    assert [former.stem for former in span_files(tmp_path)] == ["rank0000"]

@@ -19,7 +19,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import phalanx
 from phalanx.errors import ConfigError, ScriptError
 from phalanx.launch.local import run_ranks
-from phalanx.measure.spans import CollectiveSpan, ComputeSpan, WaitSpan, read_spans, span_files
+from phalanx.measure.spans import (
+    CollectiveSpan,
+    ComputeSpan,
+    CounterSample,
+    WaitSpan,
+    read_spans,
+    span_files,
+)
 
 
 class Bottleneck(nn.Module):
@@ -99,7 +106,9 @@ def a_loop(
     cycle = {"wait": 1, "warmup": 1, "active": 2}
     asked: AbstractContextManager[Any] = nullcontext()
     if folder is not None:
-        asked = run.profile(**cycle, record_shapes=True, folder=folder)
+        asked = run.profile(
+            **cycle, record_shapes=True, profile_memory=shape == (6,), folder=folder
+        )
     elif by_hand is not None:
         keep = torch.profiler.tensorboard_trace_handler(str(by_hand), f"rank{run.rank}")
         asked = profile(
@@ -145,6 +154,11 @@ def test_a_run_steps_its_profile(tmp_path: Path) -> None:
         assert sum(step.terms_s.values()) == pytest.approx(step.end_s - step.begin_s)
         calls = [span for span in step.spans if isinstance(span, CollectiveSpan)]
         assert {span.label for span in calls} >= {"bucket 0"}
+        memory = [s for s in step.spans if isinstance(s, CounterSample) and s.counter == "memory"]
+        num_bytes = sum(p.nbytes for p in Layers().parameters())
+        assert {sample.values["parameters"] for sample in memory} == {num_bytes}
+        assert max(sample.values["gradients"] for sample in memory) >= num_bytes
+        assert max(sample.values["activations"] for sample in memory) > 0
     assert len(list((tmp_path / "trace").glob("rank?.*.pt.trace.json"))) == 2
 
 

@@ -30,6 +30,7 @@ from phalanx.errors import (
     ScriptError,
 )
 from phalanx.launch.local import run_ranks
+from phalanx.measure.spans import CounterSample, read_spans, span_files
 from phalanx.script.session import train_module, words_of_few
 from phalanx.script.trainer import trainer_of
 from phalanx.strategy import Strategy
@@ -102,12 +103,24 @@ def test_a_run_goes_on_under_another_strategy(
     """From within a pass over the data, and from the end of one."""
     trainer = jobs.job()
     some = dataclasses.replace(trainer, steps=steps)
-    options = phalanx.Options(out=tmp_path, threads=1)
+    profile = "wait=0,warmup=0,active=1,profile_memory=true"
+    options = phalanx.Options(out=tmp_path, threads=1, profile=profile)
     assert some.train(before, options).steps_done == steps
     more = dataclasses.replace(options, resume=True, debug_comm=True)
     fitted = trainer.train(after, more)
     check(fitted, steps, trainer)
     assert fitted.run.startswith(f"Sequential, {after} on cpu, global batch ")
+    profiled = [read_spans(file) for file in span_files(tmp_path)]
+    assert [step.step for step in profiled] == [
+        number
+        for number, strategy in ((1, before), (steps + 1, after))
+        for _ in range(Strategy.parse(strategy).num_ranks)
+    ]
+    counters = [{s.counter for s in p.spans if isinstance(s, CounterSample)} for p in profiled]
+    assert all("memory" in each for each in counters[: len(counters) // 2])
+    assert all("memory" not in each for each in counters[len(counters) // 2 :])  # by debug_comm
+    with pytest.raises(ConfigError, match="profile: 'wit=1'"):
+        phalanx.Options(out=tmp_path, profile="wit=1")
 
 
 def test_a_pass_may_leave_out_its_last_batch(tmp_path: Path) -> None:

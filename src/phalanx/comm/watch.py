@@ -83,7 +83,16 @@ class Phases:
             self.phase_name = before
 
 
-class CallWatch(Phases):
+class _CallObserver(Phases):
+    """What both kinds of watches do at a collective; subclasses do more."""
+
+    def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
+        """Run a collective, `run()`, and return its result."""
+        del call
+        return run()
+
+
+class CallWatch(_CallObserver):
     """Sees each collective inside `with watch:`, and no other operator; [Note: Calls alone]."""
 
     def __enter__(self) -> Self:
@@ -100,11 +109,6 @@ class CallWatch(Phases):
     def is_here(self) -> bool:
         """Whether this thread is the one of the watch, or runs its backward on a GPU."""
         return self._thread == threading.get_ident() or torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
-
-    def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
-        """Run a collective, `run()`, and return its result."""
-        del call
-        return run()
 
 
 _CALL_WATCHES: Final[list[CallWatch]] = []
@@ -143,7 +147,7 @@ def _run_kernel(operator: OpOverload, keys: DispatchKeySet, *args: Any, **kwargs
     return each()
 
 
-class Watch(Phases, TorchDispatchMode):
+class Watch(_CallObserver, TorchDispatchMode):
     """A dispatch mode that sees each collective and each operator, with `phase_name` set."""
 
     supports_higher_order_operators = True  # without it, the mode fails on such operators
@@ -156,11 +160,6 @@ class Watch(Phases, TorchDispatchMode):
     def run_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that is no collective, `func(*args, **kwargs)`; return its result."""
         return func(*args, **kwargs)
-
-    def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
-        """Run a collective, `run()`, and return its result."""
-        del call
-        return run()
 
     def allocated(self, tensor: Tensor) -> None:
         """Note a tensor that an engine has allocated."""

@@ -19,7 +19,8 @@ class ProfileOptions:
     Attributes:
         repeat: number of cycles; with 0 they repeat until the run ends.
         record_shapes: whether the trace has the shapes of the inputs of operators.
-        profile_memory: whether it has allocations.
+        profile_memory: whether it has allocations, and the spans memory by kind, which compiled
+            code hides; such steps take longer, and the trace has each operator twice.
         with_stack: whether it has the lines of source that called the operators.
         with_flops: whether it has the FLOPs of matrix products and convolutions.
     """

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,12 +165,16 @@ class MemoryLedger(Watch):
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device | str
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        device: torch.device | str,
     ) -> None:
         """Prepare to record the storages on `device`; call it between two steps."""
         super().__init__()
         self._model = model
-        self._optimizer = optimizer
+        single = isinstance(optimizer, torch.optim.Optimizer)
+        self._optimizers = [optimizer] if single else optimizer
         self._device = torch.device(device)
         self._open = ExitStack()
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Span]] = {}
@@ -346,8 +350,9 @@ class MemoryLedger(Watch):
         self._reduced.clear()
 
     def _optimizer_state(self) -> Iterator[torch.Tensor]:
-        for values in self._optimizer.state.values():
-            yield from _tensors(values.values())
+        for optimizer in self._optimizers:
+            for values in optimizer.state.values():
+                yield from _tensors(values.values())
 
     def _span(self, tensor: torch.Tensor) -> _Span | None:
         found = self._live.get(id(_storage(tensor)))

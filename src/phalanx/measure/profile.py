@@ -19,11 +19,13 @@ import os
 import shutil
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 from torch.profiler import (
@@ -35,11 +37,13 @@ from torch.profiler import (
 )
 
 from phalanx.comm.comm import Comm
+from phalanx.comm.ranges import around_ranges
 from phalanx.comm.together import first_object, reason_of
 from phalanx.config.profile_options import ProfileOptions
 from phalanx.measure import clock
+from phalanx.measure.memory import MemoryLedger
 from phalanx.measure.span_recorder import SpanRecorder
-from phalanx.measure.spans import ComputeSpan, StepSpans, WaitSpan
+from phalanx.measure.spans import ComputeSpan, CounterSample, StepSpans, WaitSpan
 from phalanx.parallel.skeleton import blocks_of
 from phalanx.strategy import Strategy
 
@@ -62,6 +66,7 @@ class Profile:
         options: ProfileOptions,
         *,
         model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer] | None,
         phases: Mapping[str, str],
         say: Callable[[str], None],
     ) -> None:
@@ -73,6 +78,7 @@ class Profile:
             strategy: strategy of the run.
             options: which steps are profiled, and what of them.
             model: model whose blocks are named.
+            optimizers: its optimizers; None if the memory of a step cannot be counted.
             phases: range of a phase -> term of the step ledger, see `SpanRecorder`.
             say: prints a sentence for the user; called on rank 0.
         """
@@ -80,6 +86,8 @@ class Profile:
         self.is_over = False
         self._run, self._comm, self._strategy, self._options = run, comm, strategy, options
         self._model, self._phases, self._say = model, phases, say
+        self._optimizers = optimizers if options.profile_memory else None
+        self._memory: MemoryLedger | None = None
         cycle = {"wait": options.wait, "warmup": options.warmup, "active": options.active}
         self._action_of = schedule(**cycle, repeat=options.repeat)
         self._num_steps, self._step = 0, 0
@@ -108,6 +116,14 @@ class Profile:
         self._open.enter_context(record_function(f"ProfilerStep#{self._num_steps}"))
         self._open.enter_context(self.recorder)
         self._open.enter_context(self.recorder.around_blocks(blocks_of(self._model)))
+        if self._optimizers is not None:
+            memory = self._memory = MemoryLedger(self._model, self._optimizers, self._comm.device)
+
+            def in_range(name: str, _: str) -> AbstractContextManager[None]:
+                return memory.phase(name) if name in self._phases else nullcontext()
+
+            self._open.enter_context(around_ranges(in_range))
+            self._open.enter_context(memory)
 
     def end_step(
         self, terms_s: Mapping[Any, float] | None = None, switches: Sequence[tuple[Any, Any]] = ()
@@ -194,11 +210,15 @@ class Profile:
         times_s = [at_s for _, at_s in switches if isinstance(at_s, float)]  # a GPU's are events
         begin_s, end_s = (times_s[0], times_s[-1]) if times_s else (recorder.begin_s, end_s)
         spans = recorder.spans(begin_s, end_s, switches if times_s else ())
+        if self._memory is not None:
+            for sample in self._memory.curve().samples():
+                at_s = min(max(sample.at_s, begin_s), end_s)
+                spans.append(CounterSample(at_s, sample.counter, sample.values))
         if terms_s is None:
-            terms_s = dict[Any, float]()
+            terms_s = defaultdict[Any, float](float)
             for span in spans:
                 if isinstance(span, ComputeSpan | WaitSpan):
-                    terms_s[span.term] = terms_s.get(span.term, 0.0) + span.end_s - span.begin_s
+                    terms_s[span.term] += span.end_s - span.begin_s
         StepSpans(
             step=self._step,
             rank=self._comm.rank,

@@ -66,9 +66,9 @@ class SpanRecorder(Ledger):
     """
 
     def __init__(self, comm: Comm, phases: Mapping[str, str]) -> None:
-        """Begin now; `phases` are the names of ranges that are phases, each with its term."""
+        """Begin now; `phases`: range of a phase, beside "data" and "other" -> its term."""
         super().__init__(comm)
-        self._phases = phases
+        self._phases = {"data": "data", "other": "other", **phases}
         self._label = _Activity()
         self.begin_s = clock.now()
         self._marks = [(self.begin_s, self._label)]
@@ -150,9 +150,9 @@ class SpanRecorder(Ledger):
 
     @override
     def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
-        begin_s, peer, index = clock.now(), None, len(self._calls)
-        if call.op in ("send", "recv"):
-            peer = call.ranks[call.arguments["dst" if call.op == "send" else "src"]]
+        begin_s, index = clock.now(), len(self._calls)
+        end = {"send": "dst", "recv": "src"}.get(call.op)
+        peer = None if end is None else call.ranks[call.arguments[end]]
         key = call.op, call.ranks, peer
         span = CollectiveSpan(
             begin_s=begin_s,
@@ -238,19 +238,15 @@ class SpanRecorder(Ledger):
             if tensor.requires_grad and torch.is_grad_enabled():
                 tensor.register_hook(hook)
 
-    def _term(self, label: _Activity) -> str:
-        return "communication" if label.axis else self._phases.get(label.phase, "other")
-
     def spans(
         self, begin_s: float, end_s: float, switches: Sequence[tuple[Any, float]] = ()
     ) -> list[Span]:
         """Return the spans of a step; without a timer's `switches`, phases give the terms."""
-        terms = switches or [(self._term(label), at_s) for at_s, label in self._marks]
-        return [
-            *_cut(self._marks, terms, begin_s, end_s),
-            *self._calls,
-            *self._samples,
+        terms = switches or [
+            ("communication" if label.axis else self._phases[label.phase], at_s)
+            for at_s, label in self._marks
         ]
+        return [*_cut(self._marks, terms, begin_s, end_s), *self._calls, *self._samples]
 
 
 def _cut(

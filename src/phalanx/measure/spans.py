@@ -18,7 +18,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from phalanx.storage import replace_file
 
@@ -102,9 +102,7 @@ class CounterSample:
 
 Span = ComputeSpan | WaitSpan | CollectiveSpan | CounterSample
 
-_KINDS: Final = {
-    kind.__name__: kind for kind in (ComputeSpan, WaitSpan, CollectiveSpan, CounterSample)
-}
+_KINDS: Final = {kind.__name__: kind for kind in get_args(Span)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +143,10 @@ class StepSpans:
         """Write the file of this step and rank in the folder of a run; return the file."""
         file = run / SPANS / f"step{self.step:07}" / f"rank{self.rank:04}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
+        if self.rank == 0:  # files of the same step in a former job of more ranks
+            for former in file.parent.glob("rank*.jsonl"):
+                if int(former.stem.removeprefix("rank")) >= self.num_ranks:
+                    former.unlink(missing_ok=True)
         head = {name: value for name, value in vars(self).items() if name != "spans"}
         lines = [head, *({"kind": type(span).__name__, **asdict(span)} for span in self.spans)]
         replace_file(file, "".join(json.dumps(line) + "\n" for line in lines).encode())

@@ -27,21 +27,24 @@ from phalanx.measure.profile import Profile
 from phalanx.train.step import TERMS
 
 if TYPE_CHECKING:
-    from phalanx.script.loop_step import JobSettings, LoopStep
+    from phalanx.script.loop_step import LoopStep
+    from phalanx.script.prepare import Prepared
 
 
 class LoopProfile:
     """Steps a `Profile` by the calls of `LoopStep` and of the loaders."""
 
     def __init__(
-        self, folder: Path, job: JobSettings, options: ProfileOptions, model: nn.Module,
+        self, folder: Path, prepared: Prepared, options: ProfileOptions, model: nn.Module,
         step: LoopStep,
     ) -> None:  # fmt: skip
         """Observe the next steps; every rank calls this together."""
-        phases = {**TERMS, "data": "data", "other": "other"}
+        job, compiled = prepared.job, (each._compiled_call_impl for each in model.modules())  # pyright: ignore[reportPrivateUsage]
         self._profile = Profile(
-            folder, job.comm, job.strategy, options, model=model, phases=phases, say=report
-        )
+            folder, job.comm, job.strategy, options, model=model, phases=TERMS, say=report,
+            # The memory of compiled code is not seen.
+            optimizers=None if any(compiled) else prepared.optimizers,
+        )  # fmt: skip
         self._step, self._phase, self._is_open = step, "", False
         self._range = ExitStack()
 

@@ -252,7 +252,7 @@ class Run:
         name = Path(sys.argv[0]).stem or "script"
         new = broadcast_object(Path(folder or new_folder(name, self.strategy)))
         self.print(f"phalanx: profiles steps into {new / 'trace'}", file=sys.stderr)
-        with LoopProfile(new, self._prepared.job, parsed, model, step).observing(model):
+        with LoopProfile(new, self._prepared, parsed, model, step).observing(model):
             yield
 
     def clip(self, max_norm: float, p: float = 2.0) -> Tensor:

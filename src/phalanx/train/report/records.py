@@ -7,7 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -126,7 +126,8 @@ class Records:
                 session.strategy,
                 ProfileOptions.parse(session.config.profile),
                 model=session.step.model,
-                phases=TERMS | {"data": "data"},
+                optimizers=[session.step.optimizer] if self.blind_spot is None else None,
+                phases=TERMS,
                 say=lambda words: self.log and self.log.display.terminal.say(words, "yellow"),
             )
 
@@ -163,29 +164,26 @@ class Records:
         step = self.session.step
         # Not in a profiled step, whose trace would have the time that a memory ledger takes.
         recorder = None if self.profile is None else self.profile.recorder
-        if recorder is not None:
-            with compiling(self.session.config.compile and self.num_steps == 0):
-                yield
-            self.entries, self._has_entries = recorder.entries(), True
-        elif self.num_steps >= LEDGER_STEP and not self._has_entries:
-            with Ledger(self.session.comm) as ledger, step.watched(ledger.phase):
-                yield
-            self.entries, self._has_entries = ledger.entries(), True
-        elif self.num_steps == 0 and self.session.arithmetic is None:
-            with self._types:
-                yield
-        elif self.num_steps >= MEMORY_STEP and self.memory is None and self.blind_spot is None:
-            ledger = MemoryLedger(step.model, step.optimizer, self.session.comm.device)
-            snapshot = nullcontext()
-            if self.session.comm.device.type == "cuda" and self.profile is not None:
-                file = f"trace/memory-rank{self.session.comm.rank:04}.pickle"
-                snapshot = allocator_snapshot(self.session.out / file)
-            with ledger, step.watched(ledger.phase), snapshot:
-                yield
-            self._memory_ledger = ledger
-        else:
-            with compiling(self.session.config.compile and self.num_steps == 0):
-                yield
+        counted: Ledger | None = recorder
+        with ExitStack() as stack:
+            stack.enter_context(compiling(self.session.config.compile and self.num_steps == 0))
+            if recorder is not None:
+                pass
+            elif self.num_steps >= LEDGER_STEP and not self._has_entries:
+                counted = stack.enter_context(Ledger(self.session.comm))
+                stack.enter_context(step.watched(counted.phase))
+            elif self.num_steps == 0 and self.session.arithmetic is None:
+                stack.enter_context(self._types)
+            elif self.num_steps >= MEMORY_STEP and self.memory is None and self.blind_spot is None:
+                ledger = MemoryLedger(step.model, step.optimizer, self.session.comm.device)
+                self._memory_ledger = stack.enter_context(ledger)
+                stack.enter_context(step.watched(ledger.phase))
+                if self.session.comm.device.type == "cuda" and self.profile is not None:
+                    file = f"trace/memory-rank{self.session.comm.rank:04}.pickle"
+                    stack.enter_context(allocator_snapshot(self.session.out / file))
+            yield
+        if counted is not None:
+            self.entries, self._has_entries = counted.entries(), True
 
     def keep(self, result: StepResult) -> None:
         """Record the result of the step that was measured last."""
