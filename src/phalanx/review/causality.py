@@ -1,6 +1,6 @@
 """The times of all ranks on the clock of rank 0, so that no message is received before it was sent.
 
-A time t of a rank's own clock is the time t + x of rank 0's clock. What is known of x, at the
+A time t of a rank's own clock is the time t + x of rank 0's clock. Known of x, at the
 begin and the end of each step and each collective of a rank:
 
     comparisons               lowest <= x <= highest, see measure.clock

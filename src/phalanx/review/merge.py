@@ -192,7 +192,7 @@ def merge(run: Path, out: Path, is_wanted: Callable[[int], bool] = lambda _: Tru
 
 
 def _node(step: StepSpans, numbers: dict[tuple[Any, ...], int]) -> Node:
-    """Return the times of a step's collectives; `numbers` has those of all steps and ranks."""
+    """Return the times of a step's collectives; `numbers` has the calls of all ranks."""
     own_s, calls, is_source, is_target = [(step.begin_s, step.end_s)], [-1], [False], [False]
     for span in step.spans:
         if isinstance(span, CollectiveSpan):

@@ -43,9 +43,9 @@ class Overlap:
     """Overlap by axis, and which collectives are under way beneath which part, in order of time.
 
     Attributes:
-        axes: seconds of each axis in a step, on average over ranks, and the share that is hidden.
-        beneath: phase and part, the collective, their seconds in all steps together, and the share
-            of each.
+        axes: seconds of each axis in a step, on average over ranks, and the hidden fraction.
+        beneath: phase and part, the collective, their seconds in all steps together, also as a
+            fraction of both.
     """
 
     axes: list[dict[str, Any]]
