@@ -218,19 +218,21 @@ def _planned(run: RunRecords) -> Parts:
 def _largest_error(run: RunRecords, least: float = 0.0) -> str | None:
     """Return a sentence on the error that is the largest part of the step, bytes or memory.
 
-    Causes of a step's time are compared rather than the step; errors below `least` are not named.
+    The step is named only if its causes do not explain its error; errors below `least` are not.
     """
     errors = [(least, "")]
     for group, (_, _, text, noun) in _FORECASTS.items():
         of = (run.summary.get("predicted") or {}).get(group, {})
         whole = max((each["measured"] for each in of.values()), default=0)
+        apart = {what: abs(each["predicted"] - each["measured"]) for what, each in of.items()}
         for what, each in of.items():
             planned, measured = each["predicted"], each["measured"]
-            if whole and (what != "step" or len(of) == 1):
-                words = f"{noun}{what}: predicted {text(planned)}, measured {text(measured)}"
+            if whole and (what != "step" or 2 * apart[what] > sum(apart.values())):
+                words = f"{noun}{'a step' if what == 'step' else what}: "
+                words += f"predicted {text(planned)}, measured {text(measured)}"
                 words += f" ({planned / measured - 1:+.0%})" if measured else ""
-                errors.append((abs(planned - measured) / whole, words))
-    _, words = max(errors)
+                errors.append((apart[what] / whole, words))
+    words = max(errors)[1]
     return f"The plan errs most on {words}." if words else None
 
 
