@@ -1,8 +1,9 @@
 """Rates of CPU cores on the products, attention, memory and operators of training.
 
 The peak rate of matrix products does not predict training: a weight's gradient has a transposed
-operand, attention has small operands, and every operator has a fixed overhead. Rates are medians:
-of ranks that share cores and caches, as in training, the fastest repeat would be one alone.
+operand, attention has small operands, and every operator has a fixed overhead. Each rate is of the
+median repeat: ranks that measure at once share cores and caches as in training, and the fastest
+repeat would be one that ran alone.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ def measure_core(*also: str) -> tuple[dict[str, float], dict[str, float], float]
 
 
 def memory_rate(device: str = "cpu") -> float:
-    """Return the bytes/s, read plus written, of passes that scale a large tensor."""
-    x = torch.ones(_STREAM_BYTES // 4, device=device)
-
-    def scale() -> None:
+    """Return the bytes/s, read plus written, of the median of passes that scale a large tensor."""
+    x, times_s = torch.ones(_STREAM_BYTES // 4, device=device), list[float]()
+    for _ in range(5):
+        begun_s = time.perf_counter()
         x.mul_(1.0)  # in place: a new result would be read before it is written, too
         if device == "cuda":
             torch.cuda.synchronize()
-
-    return 2 * _STREAM_BYTES / _median_s(scale)
+        times_s.append(time.perf_counter() - begun_s)
+    return 2 * _STREAM_BYTES / statistics.median(times_s)
 
 
 def products_rate(dtype: torch.dtype) -> float:
