@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from phalanx.comm.comm import Ranks, SingleRankComm
 from phalanx.launch.local import run_ranks
@@ -32,6 +33,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def measure(_: object, precision: str) -> Calibration:
         asked.append(precision)
+        torch.randn(1)
         return dataclasses.replace(blank("cpu"), compute=COMPUTE)
 
     rate = CORE.products["float32"] * blank("cpu").num_here
@@ -83,6 +85,12 @@ def test_a_measurement_of_another_is_measured_anew(name: str, asked: list[str]) 
     path.write_text(json.dumps(document))
     assert look() == COMPUTE and asked == ["float32"] * 2
     assert kept_by(1, blank("cpu")) is not None  # and kept
+
+
+def test_a_measurement_draws_no_numbers_of_the_run(asked: list[str]) -> None:
+    before = torch.get_rng_state()
+    look()
+    assert asked and torch.equal(before, torch.get_rng_state())
 
 
 def test_another_type_is_measured(asked: list[str]) -> None:

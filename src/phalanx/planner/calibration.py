@@ -86,9 +86,7 @@ def keep_measured(machine: Calibration, num_ranks: int) -> None:
         keep(path, machine)
 
 
-def kept_by(
-    num_ranks: int, machine: Calibration, precision: str | None = None
-) -> Calibration | None:
+def kept_by(num_ranks: int, machine: Calibration, precision: str = "") -> Calibration | None:
     """Return what a run of `num_ranks` measured on `machine`; None if it no longer holds.
 
     A file of another CPU, number of cores, version of torch or week, a damaged file, and one
@@ -97,7 +95,7 @@ def kept_by(
     try:
         kept = read(_path_of_ranks(num_ranks))
         compute = kept.compute
-        if compute is None or compute.core is None or {precision} - {*compute.core.products, None}:
+        if compute is None or not (core := compute.core) or {precision} - {*core.products, ""}:
             return None
         age = datetime.date.today() - datetime.date.fromisoformat(compute.date)
     except (OSError, PhalanxError, ValueError):

@@ -46,6 +46,7 @@ _SIZES: Final = (16 << 10, 512 << 10, 4 << 20)
 _REPEATS: Final = 5
 
 
+@torch.random.fork_rng(devices=[])  # operands are random, and a module of the run may draw numbers
 def machine_of(comm: Comm, precision: str, *, measures: bool) -> Calibration:
     """Return on rank 0 the measured rates of this machine; every rank calls this.
 
