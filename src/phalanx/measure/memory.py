@@ -179,7 +179,7 @@ class MemoryLedger(Watch):
         self._open = ExitStack()
         self._live: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Span]] = {}
         self._before: list[_Span] = []
-        self._begin_s = self._end_s = 0.0
+        self.begin_s = self._end_s = 0.0
         self._events: list[_Event] = []
         self._reduced: list[_Span] = []
         self._allocated_bytes: int | None = None
@@ -196,7 +196,7 @@ class MemoryLedger(Watch):
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         self._open.enter_context(_watch_resizes(self._on_resize))
-        self._begin_s = clock.now()
+        self.begin_s = clock.now()
         super().__enter__()
         return self
 
@@ -246,9 +246,9 @@ class MemoryLedger(Watch):
         """
         held = self._held()
         held = np.concatenate([held, held[-1:]])
-        at_s = [self._begin_s, *(event.at_s for event in self._events), self._end_s]
+        at_s = [self.begin_s, *(event.at_s for event in self._events), self._end_s]
         phases = ["before", *(event.phase for event in self._events), "after"]
-        times_s = np.maximum.accumulate(at_s) - self._begin_s  # threads may end spans out of order
+        times_s = np.maximum.accumulate(at_s) - self.begin_s  # threads may end spans out of order
         kept = points_to_keep(times_s, held)
         curve = {
             "at_s": times_s[kept].round(7).tolist(),

@@ -211,9 +211,12 @@ class Profile:
         begin_s, end_s = (times_s[0], times_s[-1]) if times_s else (recorder.begin_s, end_s)
         spans = recorder.spans(begin_s, end_s, switches if times_s else ())
         if self._memory is not None:
-            for sample in self._memory.curve().samples():
-                at_s = min(max(sample.at_s, begin_s), end_s)
-                spans.append(CounterSample(at_s, sample.counter, sample.values))
+            curve = self._memory.curve()["curve"]
+            for at_s, *held in zip(curve["at_s"], *curve["bytes"].values(), strict=True):
+                at_s = min(max(self._memory.begin_s + at_s, begin_s), end_s)
+                spans.append(
+                    CounterSample(at_s, "memory", dict(zip(curve["bytes"], held, strict=True)))
+                )
         if terms_s is None:
             terms_s = defaultdict[Any, float](float)
             for span in spans:

@@ -49,6 +49,9 @@ after it that is not profiled."""
 WARMUP_STEPS = 3
 """First steps of this process that the medians exclude; a shorter run uses only its first step."""
 
+MEASURING_STEPS = 20
+"""Number of steps from which a run measures the rates that predict a step, if none are kept."""
+
 MEASURED_STEPS = 10_000
 """Number of latest steps whose times and losses are kept."""
 
@@ -348,7 +351,9 @@ class Records:
         if num_known == comm.size("job"):
             self._arithmetic, self.ceiling_flops_per_s = found, total / comm.size("job")
             config = self.session.config
-            # Compiled steps have no prediction, and a check of collectives would be measured too.
-            measures = not (config.compile or config.debug_comm)
+            # Compiled steps have no prediction, a check of collectives would be measured too, and a
+            # short run would take longer than without.
+            is_long = self.session.num_steps >= MEASURING_STEPS
+            measures = is_long and not (config.compile or config.debug_comm)
             with notice_if_slow("measuring the rates that predict a step"):
                 self.machine = machine_of(comm, cast(str, found), measures=measures)
