@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import phalanx.cli.bench as bench
+from forked_torchrun import run_two
 from phalanx.bench.scaling import (
     Account,
     Case,
@@ -97,6 +98,7 @@ def test_losses_are_terms_beyond_the_share_of_one_rank_and_sum_to_the_step() -> 
             "bubble": 0.03,
             "core": 0.02,
             "forward and backward": 0,
+            "unequal ranks": 0,
         }
     )
     assert sum(point.losses.values()) == pytest.approx(0.8 - 1.0 / 2)
@@ -106,13 +108,13 @@ def test_losses_are_terms_beyond_the_share_of_one_rank_and_sum_to_the_step() -> 
 
 
 def test_the_account_is_of_the_rank_that_the_others_wait_for() -> None:
-    slow = {"forward": 3.0, "communication": 0.0, "bubble": 0.0}
-    fast = {"forward": 1.0, "communication": 2.0, "bubble": 0.0}
+    slow = {"forward": 3.0, "backward": 0.0, "communication": 0.0, "bubble": 0.0}
+    fast = {"forward": 1.0, "backward": 0.0, "communication": 2.0, "bubble": 0.0}
     ranks = [
         RankSteps([2.0, 3.0, 9.0], [fast] * 3, [{"dp": 2.0}] * 3, 10, 5),
         RankSteps([2.0, 3.0, 9.0], [slow] * 3, [{}] * 3, 20, 7),
     ]
-    assert Account.of(ranks) == Account(3.0, slow, {}, 15, 7)
+    assert Account.of(ranks) == Account(3.0, slow, {}, 15, 7, unequal_s=1.0)
 
 
 def test_a_method_gets_its_degree_from_the_ranks() -> None:
@@ -188,3 +190,15 @@ def test_the_cause_that_is_named_gains_most_when_it_is_removed(plant: str) -> No
     else:
         better_s, ideal_s = measured(set(), rows).wall_s, measured(set(), rows, 1).wall_s / 2
     assert better_s - ideal_s < (account.wall_s - alone.wall_s / 2) / 2
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_measure_jobs_of_fewer_ranks() -> None:
+    sizes = "--shape.num-layers 1 --shape.hidden 16 --shape.num-heads 2 --shape.num-kv-heads 2"
+    sizes += " --shape.head-dim 8 --shape.ffn 32 --shape.vocab-size 64 --seq-len 8"
+    words = f"bench scaling dp --ranks 1,2,4 {sizes} --rounds 1 --steps 1 --device cpu --json"
+    done = run_two("-m", "phalanx", *words.split())
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert [point["strategy"] for point in document["points"]] == ["dp1", "dp2"]
+    assert document["refused"] == ["no dp4: dp4 needs more ranks than the 2 started"]

@@ -188,7 +188,7 @@ def test_ranks_that_cannot_meet(
         for name, value in {"WORLD_SIZE": "2", "MASTER_PORT": port, **environment}.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(ConfigError, match=f"cannot connect: {reason}.*within 1 s") as raised:
-            torchrun._meet(read_rank_env(), 1)
+            torchrun.meet(read_rank_env(), 1)
     assert "\n" not in str(raised.value)
 
 
@@ -201,7 +201,7 @@ def test_a_rank_that_starts_after_torchrun_has_ended_says_so(
         monkeypatch.setenv(name, value)
     gone = "does not answer: connection refused; torchrun on that host has ended"
     with pytest.raises(ConfigError, match=gone):
-        torchrun._meet(read_rank_env(), 600)
+        torchrun.meet(read_rank_env(), 600)
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_ranks_that_would_prepare_end_if_another_has_no_gpu(
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torchrun, "_use_device", lambda *_: "cuda")
-    monkeypatch.setattr(torchrun, "_meet", lambda *_: store)
+    monkeypatch.setattr(torchrun, "meet", lambda *_: store)
     monkeypatch.setattr(torchrun, "_take_gpu", Mock(side_effect=taken))
     with pytest.raises(ConfigError, match="the same GPU"):
         torchrun.run_here(lambda: 0, lambda _: {}, lambda value: value, threads=1)

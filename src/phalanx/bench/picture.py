@@ -105,7 +105,8 @@ _PANEL: Final = (330.0, 300.0)
 def draw_speed_ups(points: Sequence[ScalingPoint], path: Path) -> None:
     """Draw a curve for each method over the ranks, with the ideal line, as SVG of our own.
 
-    A bar spans the rounds. A hollow mark is a point whose operators are timed waits.
+    A bar spans the rounds, up to the ideal line: a round above it was disturbed. A hollow mark is a
+    point whose operators are timed waits.
     """
     left, top, (width, height) = 50.0, 44.0, _PANEL
     numbers = sorted({1, *(point.num_ranks for point in points)})
@@ -168,7 +169,8 @@ def draw_speed_ups(points: Sequence[ScalingPoint], path: Path) -> None:
                 point = of[number]
                 x, y = at(number, point.speed_up or 1)
                 ends = [
-                    at(number, value)[1] for value in (min(point.speed_ups), max(point.speed_ups))
+                    at(number, value)[1]
+                    for value in (min(point.speed_ups), min(number, max(point.speed_ups)))
                 ]
                 curve.append((x + shift, y))
                 line(f"M{x + shift:.1f} {ends[0]:.1f}V{ends[1]:.1f}", colour, wide=2)

@@ -24,13 +24,13 @@ import torch
 from phalanx.account.fit import check_fit, check_memory_for
 from phalanx.account.planned import decoder_step
 from phalanx.bench.picture import draw_speed_ups
-from phalanx.bench.scaling_rank import RankSteps, time_strategy
+from phalanx.bench.scaling_rank import Jobs, RankSteps
 from phalanx.bench.verb import BenchResult, DecoderConfig, PrintLine
 from phalanx.config import BatchConfig, solve_batch
 from phalanx.config.fields import Positional, Range
 from phalanx.config.schema import MOST_ROWS
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.launch.local import check_gpus, num_cores, run_ranks
+from phalanx.launch.local import check_gpus, num_cores
 from phalanx.models.registry import shape_of, with_sizes
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import plan_decoder
@@ -70,6 +70,7 @@ class Account:
         exposed_s: seconds in which the rank waits for others, by mesh axis; part of `terms_s`.
         sent_bytes: bytes that a rank sends, mean over the ranks.
         peak_bytes: peak memory of the rank that holds most.
+        unequal_s: its forward and backward beyond their mean over the ranks.
     """
 
     wall_s: float = 0.0
@@ -77,6 +78,7 @@ class Account:
     exposed_s: dict[str, float] = field(default_factory=dict)
     sent_bytes: float = 0.0
     peak_bytes: int = 0
+    unequal_s: float = 0.0
 
     @classmethod
     def of(cls, ranks: Sequence[RankSteps]) -> Account:
@@ -86,6 +88,10 @@ class Account:
         #                                                           for this rank
         walls = [max(steps) for steps in zip(*(rank.walls_s for rank in ranks), strict=True)]
         at = walls.index(statistics.median_low(walls))
+
+        def computing(rank: RankSteps) -> float:
+            return rank.terms_s[at]["forward"] + rank.terms_s[at]["backward"]
+
         last = min(
             ranks, key=lambda rank: rank.terms_s[at]["communication"] + rank.terms_s[at]["bubble"]
         )
@@ -95,6 +101,7 @@ class Account:
             last.exposed_s[at],
             statistics.mean(rank.sent_bytes for rank in ranks),
             max(rank.peak_bytes for rank in ranks),
+            computing(last) - statistics.mean(map(computing, ranks)),
         )
 
 
@@ -167,6 +174,8 @@ class ScalingPoint:
             lost.values()
         )
         lost["forward and backward"] = excess.pop("forward", 0.0) + excess.pop("backward", 0.0)
+        lost["unequal ranks"] = self.account.unequal_s
+        lost["forward and backward"] -= self.account.unequal_s
         lost |= excess
         return dict(sorted(lost.items(), key=lambda item: -item[1]))
 
@@ -175,7 +184,7 @@ class ScalingPoint:
         """The causes of at least a quarter of the loss, or the largest, with their seconds."""
         losses = self.losses
         total = sum(losses.values())
-        if self.num_ranks == 1 or not self.account.terms_s:
+        if self.num_ranks == 1 or self.speed_up is None or not self.account.terms_s:
             return ""
         if total <= 0.02 * self.account.wall_s:
             return "within 2 % of the ideal step"
@@ -259,6 +268,9 @@ def run(config: ScalingConfig, say: PrintLine) -> BenchResult:
         )
     refused: list[str] = []
     points = measure_scaling(config, say, refused)
+    name = f"scaling-{device}"
+    if not points:  # another rank of torchrun's job has the results
+        return BenchResult(name=name, shown=[], values={}, is_shown=False)
     rows = [
         values_of(point)
         | {"tokens_per_s": _num_rows(point, config) * config.seq_len * point.batches_per_s}
@@ -268,7 +280,7 @@ def run(config: ScalingConfig, say: PrintLine) -> BenchResult:
     kept += ("batch_of", "gbit", "timed_layers")
     settings = {name: getattr(config, name) for name in kept}
     return BenchResult(
-        name=f"scaling-{device}",
+        name=name,
         shown=[*_tables(points, config), *_remarks(points, config), *refused],
         values={
             **settings,
@@ -345,13 +357,14 @@ def _remarks(points: Sequence[ScalingPoint], config: ScalingConfig) -> list[str]
     return lines
 
 
-def strategies_of(config: ScalingConfig) -> list[tuple[str, str]]:
+def strategies_of(config: ScalingConfig, most_ranks: int | None = None) -> list[tuple[str, str]]:
     """Return (method, strategy) of each point: a METHOD has one for each number of ranks.
 
     Raises:
         ConfigError: `ranks` is no list of numbers, or two axes of a METHOD have no degree.
     """
-    most = torch.cuda.device_count() if config.device == "cuda" else num_cores()
+    here = torch.cuda.device_count() if config.device == "cuda" else num_cores()
+    most = most_ranks or here
     text = config.ranks or ",".join(str(2**at) for at in range(max(2, most).bit_length()))
     if not all(word.strip().isdecimal() and int(word) for word in text.split(",")):
         raise ConfigError(f"ranks is {text!r}; expected numbers of ranks, such as 1,2,4,8")
@@ -408,12 +421,16 @@ def measure_scaling(
     """
     kinds: list[BatchOf] = ["global", "rank"]
     kinds = [kind for kind in kinds if config.batch_of in (kind, "both")]
+    jobs = Jobs()
     room = max(1, num_cores() // (config.threads or 1)) if config.device == "cpu" else 2**20
-    pairs = [(ONE_RANK, ONE_RANK), *strategies_of(config)]
+    pairs = [(ONE_RANK, ONE_RANK), *strategies_of(config, jobs.most_ranks)]
     chosen: dict[tuple[BatchOf, str], tuple[str, Case]] = {}
     for method, text in pairs:
         try:
             strategy = Strategy.parse(text)
+            if jobs.most_ranks is not None:
+                if strategy.num_ranks > jobs.most_ranks:
+                    raise ConfigError(f"{text} needs more ranks than the {jobs.most_ranks} started")
             for kind in kinds:
                 num_rows = config.global_size * (strategy.num_ranks if kind == "rank" else 1)
                 _check(strategy, num_rows, config)
@@ -431,19 +448,15 @@ def measure_scaling(
     times: dict[Case, list[tuple[float, Account]]] = {case: [] for case in cases}
     names = ", ".join(dict.fromkeys(case.strategy for case in cases))
     for number in range(config.rounds):
-        say(f"round {number + 1} of {config.rounds}: {names} ...")
+        if jobs.is_first:
+            say(f"round {number + 1} of {config.rounds}: {names} ...")
         # Every round runs all strategies, so that a slow minute of the machine hits each of them.
         for case in cases:
-            steps = run_ranks(
-                time_strategy,
-                Strategy.parse(case.strategy).num_ranks,
-                case,
-                config,
-                device=config.device,
-                threads=config.threads,
-            )
-            account = Account.of(steps)
-            times[case].append((account.wall_s, account))
+            if steps := jobs.run(case, config):
+                account = Account.of(steps)
+                times[case].append((account.wall_s, account))
+    if not jobs.is_first:
+        return []
 
     def account_of(case: Case) -> Account:
         return sorted(times[case], key=lambda pair: pair[0])[(config.rounds - 1) // 2][1]

@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import pickle
+import socket
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +24,11 @@ from phalanx.comm.together import barrier
 from phalanx.comm.waits import around_waits, waiting
 from phalanx.config import BatchConfig, OptimizerConfig, solve_batch
 from phalanx.data.samples import Batch
+from phalanx.errors import TrainingError
+from phalanx.launch.attach import DEFAULT_TIMEOUT_S
+from phalanx.launch.local import run_ranks
+from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
+from phalanx.launch.torchrun import meet
 from phalanx.measure.memory import MemoryLedger
 from phalanx.measure.timer import StepTimer, Term
 from phalanx.models.initial import fill_initial
@@ -63,6 +72,7 @@ def time_strategy(
     rate = None if config.gbit is None else config.gbit * 1e9 / 8
     comm = Ranks(strategy, config.device, bytes_per_s=rate)
     device, precision = comm.device, resolve(config.precision, config.device)
+    torch.set_num_threads(config.threads or 1)  # torchrun's ranks have a share of the cores
     plan = plan_decoder(strategy, shape, precision.master, precision.compute, comm.coord("pp"))
     runner = plan.build(comm, functools.partial(fill_initial, shape, 0))
     model = plan.model
@@ -152,6 +162,82 @@ def time_strategy(
         return steps
     sent_bytes = sum(entry.sent_bytes for entry in ledger.entries())
     return dataclasses.replace(steps, sent_bytes=sent_bytes, peak_bytes=memory.account().peak_bytes)
+
+
+class Jobs:
+    """Starts the jobs of a measurement, one after another, also as a rank of torchrun's job.
+
+    There the first ranks run a smaller job by child processes that join each other anew:
+
+        rank 0   child 0 of dp1 | child 0 of dp2 | child 0 of dp4
+        rank 1                  | child 1 of dp2 | child 1 of dp4
+        rank 2                                   | child 2 of dp4    waits for its first job
+    """
+
+    def __init__(self) -> None:
+        self._env = read_rank_env() if is_under_torchrun() else None
+        self._store = None if self._env is None else meet(self._env, DEFAULT_TIMEOUT_S)
+        self._num_jobs = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process gets the results."""
+        return self._env is None or self._env.rank == 0
+
+    @property
+    def most_ranks(self) -> int | None:
+        """Ranks of torchrun's job; None without it."""
+        return None if self._env is None else self._env.num_ranks
+
+    def run(self, case: Case, config: ScalingConfig) -> list[RankSteps]:
+        """Run a case; return the steps of each rank on the first rank, and nothing elsewhere.
+
+        Raises:
+            TrainingError: a child of this rank failed; it has reported why.
+        """
+        num_ranks = Strategy.parse(case.strategy).num_ranks
+        words = time_strategy, num_ranks, case, config
+        if self._env is None or self._store is None:
+            return run_ranks(*words, device=config.device, threads=config.threads)
+        env, key = self._env, f"job {self._num_jobs}"
+        self._num_jobs += 1
+        if env.rank >= num_ranks:
+            return []
+        if env.rank == 0:
+            with socket.socket() as free:
+                free.bind(("", 0))
+                self._store.set(key, str(free.getsockname()[1]))
+        first = env.rank - env.local_rank
+        changed = {
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(min(env.num_here, num_ranks - first)),
+            "MASTER_PORT": self._store.get(key).decode(),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", f"from {__name__} import run_child; run_child()"],
+            input=pickle.dumps(words),
+            stdout=subprocess.PIPE,
+            env={**os.environ, **changed},
+            check=False,
+        )
+        if done.returncode:
+            raise TrainingError(f"{case.strategy}: its rank {env.rank} ended with an error")
+        return pickle.loads(done.stdout) if env.rank == 0 else []
+
+
+def run_child() -> None:
+    """Run the job whose pickled arguments stand in the standard input; print its results, pickled.
+
+    The parent is the same program of the same user, so its pickles are trusted.
+    """
+    function, num_ranks, case, config = pickle.load(sys.stdin.buffer)
+    results = run_ranks(
+        function, num_ranks, case, config, device=config.device, threads=config.threads
+    )
+    if read_rank_env().rank == 0:
+        sys.stdout.buffer.write(pickle.dumps(results))
+        sys.stdout.buffer.flush()
 
 
 def _queue_clock() -> Callable[[], float]:

@@ -30,7 +30,7 @@ VERBS: Final[Mapping[str, tuple[str, str]]] = {
         "the rate of a loader, beside the rate that the model takes",
     ),
     "mfu": ("mfu:MfuConfig", "the MFU and HFU of a plain perceptron"),
-    "scaling": ("scaling:ScalingConfig", "the speed-up of strategies over one rank, in turns"),
+    "scaling": ("scaling:ScalingConfig", "the speed-up of each method, and why it falls short"),
 }
 """Verb -> its module in phalanx.bench with its settings class, and the quantity it measures.
 
@@ -73,9 +73,9 @@ def run(argv: list[str]) -> int:
         measure(words, verb, getattr(module, schema_name), module.run, prog=f"phalanx bench {verb}")
         return 0
 
-    if verb != "comm":
+    if verb not in ("comm", "scaling"):
         return work(None)
-    from phalanx.launch.torchrun import run_verb  # ranks of comm may be on several hosts
+    from phalanx.launch.torchrun import run_verb  # their ranks may be on several hosts
 
     return run_verb(lambda: None, work)
 

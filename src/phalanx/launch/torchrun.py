@@ -136,7 +136,7 @@ def joined(
         torch.set_num_threads(threads or max(1, num_cores() // env.num_here))
         join.raise_file_limit()
         with within_limits(f"rank {env.rank} cannot join the job"):
-            store = _meet(env, timeout_s)
+            store = meet(env, timeout_s)
         # The watch runs from the second on, so that a rank that never joins is named too:
         #
         #     1. all ranks connect to the store
@@ -257,8 +257,8 @@ def _too_few_gpus(env: RankEnv, num_gpus: int) -> ConfigError:
     )
 
 
-def _meet(env: RankEnv, timeout_s: float) -> Store:
-    """Return the job's store, with a key prefix that is unique to this call of `run_here`."""
+def meet(env: RankEnv, timeout_s: float) -> Store:
+    """Return the job's store, with a key prefix that is unique to this call on all ranks."""
     import torch.distributed as dist
 
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
