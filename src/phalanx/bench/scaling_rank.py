@@ -72,7 +72,7 @@ def time_strategy(
     rate = None if config.gbit is None else config.gbit * 1e9 / 8
     comm = Ranks(strategy, config.device, bytes_per_s=rate)
     device, precision = comm.device, resolve(config.precision, config.device)
-    torch.set_num_threads(config.threads or 1)  # torchrun's ranks have a share of the cores
+    torch.set_num_threads(config.threads or 1)  # torchrun leaves them to the first child
     plan = plan_decoder(strategy, shape, precision.master, precision.compute, comm.coord("pp"))
     runner = plan.build(comm, functools.partial(fill_initial, shape, 0))
     model = plan.model
