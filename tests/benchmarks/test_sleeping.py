@@ -101,7 +101,7 @@ def profile_all(p: int, times: StageDurations, folder: str) -> list[list[float]]
         options = ProfileOptions(wait=0, warmup=1, active=3)
         profile = Profile(
             Path(folder, str(number)), comm, strategy, options,
-            model=nn.Linear(1, 1), phases=TERMS, say=print,
+            model=nn.Linear(1, 1), optimizers=None, phases=TERMS, say=print,
         )  # fmt: skip
         timer = StepTimer()
 
@@ -126,7 +126,7 @@ def profile_all(p: int, times: StageDurations, folder: str) -> list[list[float]]
 def test_the_traced_bubble_and_microbatches_in_flight_are_those_of_the_simulation(
     subtests: pytest.Subtests, tmp_path: Path
 ) -> None:
-    p, times = 4, StageDurations(0.06, 0.06, 0.06)
+    p, times = 4, StageDurations(0.1, 0.1, 0.1)
     ledger: list[list[list[float]]] = run_ranks(
         profile_all, p, p, times, str(tmp_path), threads=1
     )  # fmt: skip
