@@ -124,6 +124,7 @@ def measure_two() -> Calibration:
     return kept_rates.measure_ranks(Ranks({"dp": 2}), "float64")
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_their_part_and_their_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
