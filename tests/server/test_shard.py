@@ -97,6 +97,16 @@ def test_a_malformed_push_changes_nothing(
     assert push(shard, 0, 0, 1.0) and push(shard, 0, 1, 1.0) and shard.completed() == 1
 
 
+def test_a_push_to_float32_weights_may_be_rounded() -> None:
+    """Workers of dp:local round what their steps changed to bfloat16."""
+    spec = {"sizes": [3], "dtype": "float32", "rule": {"name": "sgd"}, "p": 2.0}
+    shard = Shard({**spec, "consistency": vars(Consistency("ps", 1))}, [torch.zeros(3)])
+    fields = {"clock": 0, "slot": 0, "base": 0, "tokens": 1.0, "loss": 0.0, "rate": 1.0}
+    assert shard.push(fields, [torch.full((3,), 1.5, dtype=torch.bfloat16)])
+    shard.apply(0, 1.0, 1.0)
+    assert shard.weights[0].tolist() == [-1.5] * 3
+
+
 @given(st.integers(0, 2**32), st.integers(0, 4), st.integers(2, 5))
 @settings(max_examples=60, deadline=None)
 def test_no_worker_is_further_ahead_than_the_staleness(seed: int, bound: int, slots: int) -> None:

@@ -221,12 +221,14 @@ class Shard:
         Raises:
             ValueError: they are not.
         """
-        at = 0
+        at, dtypes = 0, {self.dtype}
+        if self.dtype == torch.float32:
+            dtypes.add(torch.bfloat16)  # workers of `dp:local` round what their steps changed
         for flat in self.weights[: self._num_flat]:
             left = flat.numel()
             while left > 0:
                 chunk = grads[at] if at < len(grads) else flat[:0]
-                if chunk.dtype != self.dtype or not 0 < chunk.numel() <= left:
+                if chunk.dtype not in dtypes or not 0 < chunk.numel() <= left:
                     raise ValueError(
                         f"tensor {at} of the gradients is {chunk.numel()} of {chunk.dtype}; "
                         f"expected 1 to {left} of {self.dtype}"
