@@ -24,8 +24,8 @@ _AGREEMENTS: Final = ("count", "clip", "metrics")
 """Phases whose few bytes a plan leaves out."""
 
 UNMEASURED: Final = (
-    "no time is predicted before phalanx bench ceiling --write this and phalanx bench comm --write "
-    "this have measured this machine"
+    "no time is predicted before a CPU run of 20 steps, or phalanx bench ceiling --write this and "
+    "phalanx bench comm --write this, have measured this machine"
 )
 """Sentence in place of a predicted time."""
 
