@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from phalanx.bench.loader_rate import DataConfig, run, samples_taken, time_loader, with_workers
 from phalanx.errors import ConfigError
@@ -25,6 +26,13 @@ def none():
 """
 
 
+class Stream(IterableDataset[int]):
+    """Yields 0, 1, 2."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
 def loader(num_rows: int) -> DataLoader[object]:
     return DataLoader(TensorDataset(torch.zeros(num_rows, 3), torch.zeros(num_rows)), batch_size=4)
 
@@ -40,6 +48,7 @@ def test_samples_and_bytes_of_all_batches_after_the_warm_up_count() -> None:
 def test_the_batches_of_more_workers_are_the_same() -> None:
     plain, two = loader(22), with_workers(loader(22), 2)
     assert two.num_workers == 2 and len(two) == len(plain)
+    assert [batch.tolist() for batch in with_workers(DataLoader(Stream(), 2), 0)] == [[0, 1], [2]]
 
 
 def test_a_data_rank_takes_its_part_of_a_step_without_the_data_term() -> None:

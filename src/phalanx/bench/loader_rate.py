@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, cast
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from phalanx.bench.verb import BenchResult, PrintLine, ResultConfig
 from phalanx.config import TrainConfig
@@ -164,7 +164,7 @@ def with_workers(loader: DataLoader[Any], num_workers: int) -> DataLoader[Any]:
     drawn: dict[str, Any] = {"batch_sampler": loader.batch_sampler}
     if loader.batch_sampler is None:
         drawn = {"batch_size": None, "sampler": loader.sampler}
-    elif hasattr(loader.dataset, "__iter__") and not hasattr(loader.dataset, "__getitem__"):
+    elif isinstance(loader.dataset, IterableDataset):
         drawn = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     return DataLoader(
         cast(Any, loader.dataset),
