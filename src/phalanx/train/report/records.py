@@ -268,6 +268,9 @@ class Records:
             while self.windows[0].steps[-1] <= last - MEASURED_STEPS:
                 self.windows.popleft()
             self.log.ranks(window)
+        self._after_save = {
+            step for step in self._after_save if step > self.session.step.steps_done
+        }
         times.clear()
 
     def measured(self) -> list[StepTimes]:
