@@ -107,7 +107,7 @@ class Saves:
             return False
         where, about, damaged = found
         run = manifest.run_folder(path)
-        there = on_first_rank(lambda: manifest.complete_checkpoints(run), f"cannot resume {run}")
+        there = on_first_rank(lambda: manifest.saved_states(run), f"cannot resume {run}")
         whole = [step for step, each in there.items() if each not in damaged]
         if is_last := max(whole, default=0) == about.steps_done:
             self._folders[run], self._starts[run] = run, found
@@ -181,7 +181,7 @@ def latest(folder: Path) -> Checkpoint | None:
 
 def _has_checkpoint(folder: Path) -> bool:
     """Return whether a folder is a checkpoint, or a run with complete ones."""
-    return (folder / manifest.NAME).exists() or bool(manifest.complete_checkpoints(folder))
+    return (folder / manifest.NAME).exists() or bool(manifest.saved_states(folder))
 
 
 def _note_position(folder: Path, where: Path) -> None:

@@ -29,6 +29,7 @@ from phalanx.config.schema import MOST_ROWS, JobConfig, RunConfig
 from phalanx.config.validate import AUTO
 from phalanx.errors import ConfigError
 from phalanx.launch.attach import report_in_one_message
+from phalanx.launch.launched import require_agent
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.arguments import check_job, check_python, finding_modules, not_ending
@@ -73,6 +74,7 @@ class Options(RunConfig):
             raise ConfigError(f"phalanx.Options: out is {self.out!r}; expected a folder")
         object.__setattr__(self, "out", Path(self.out))  # from text, too
         check_settings(self)
+        require_agent(self.memory_every)
         log_of(self.log_to)
         if self.profile is not None:
             ProfileOptions.parse(self.profile)
