@@ -88,7 +88,7 @@ class LaunchRequest:
 def parse_host(text: str) -> Host:
     """Return the host of "a", "a:2" or "user@a:2"; raise ConfigError for any other text."""
     match = _HOST.fullmatch(text)
-    if match is None or match[3] is not None and int(match[3]) == 0:
+    if match is None or (match[3] is not None and int(match[3]) == 0):
         raise ConfigError(f"host '{printable(text)}' is not legal; expected {FORM}")
     return Host(match[2], int(match[3] or 0), match[1] or "")
 
