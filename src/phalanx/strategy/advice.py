@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from importlib.util import find_spec
 
 from phalanx.errors import StrategyError
@@ -114,3 +115,62 @@ def _fitting(strategy: Strategy, num_ranks: int) -> Strategy:
         except StrategyError:  # a degree of tp that does not form the grid of its kind
             continue
     return Strategy(dp=Axis(num_ranks, strategy.dp.kind, strategy.dp.option))
+
+
+def shrunk(strategy: Strategy, most_ranks: int, global_rows: int | None) -> Strategy:
+    """Return the strategy with which a job of `strategy` continues on at most `most_ranks` ranks.
+
+    Ask with the strategy that the user gave: the result grows back to it as hosts join.
+
+        fsdp4 on 3 ranks             fsdp3        dp2,tp2 on 3 ranks       tp2
+        dp2,fsdp2 on 3 ranks         fsdp2        pp2,tp2 on 3 ranks       tp2
+        dp4 on 3 ranks, 8 rows       dp2          pp4,cut:... on 3 ranks   pp3
+
+    dp shrinks first, because a rank then holds as much as before: dp2,fsdp2 on 3 ranks becomes
+    fsdp2 and not dp3, whose ranks hold the whole model. fsdp shrinks next, and last the axes that
+    split the model, by as little as possible. There pp shrinks to any degree, cp and tp to divisors
+    of theirs, which divide heads and positions too; a grid, such as tp4:2d, can give way to 1d.
+
+    Args:
+        strategy: a strategy that passes `require_built`.
+        most_ranks: number of ranks that can be started, at least 1.
+        global_rows: rows of the global batch, which the data ranks of the result divide; None if
+            any number of data ranks fits.
+    """
+    assert most_ranks >= 1, "a job has a rank"
+    if strategy.num_ranks <= most_ranks:
+        return strategy
+    full, side = strategy.tp, [*strategy.grid().values()][-1]
+    tps = [
+        Axis(degree, kind, option)
+        for kind, option, whole in {(full.kind, full.option, full.degree), ("1d", None, side)}
+        for degree in _divisors(whole)
+        if KINDS["tp"][kind].nearest_degree(degree, option) == degree
+    ]
+    splits = itertools.product(tps, _divisors(strategy.cp.degree), range(1, strategy.pp.degree + 1))
+    sizes = {each: each[0].degree * each[1] * each[2] for each in splits}
+    tp, cp, pp = max(
+        (each for each, size in sizes.items() if size <= most_ranks),
+        # Of two splits into as many parts, the one with the smaller pp wins.
+        key=lambda each: (sizes[each], each[0].degree, each[0].kind == full.kind, each[1]),
+    )
+    most = most_ranks // sizes[tp, cp, pp]
+    rows = 0 if global_rows is None else global_rows  # every number divides 0
+    fsdp = max(n for n in range(1, min(strategy.fsdp.degree, most) + 1) if rows % n == 0)
+    replicas = range(1, min(strategy.dp.degree, most // fsdp) + 1)
+    dp = max(n for n in replicas if rows % (n * fsdp) == 0)
+    result = dataclasses.replace(strategy, tp=tp)
+    if pp != strategy.pp.degree:
+        result = result.with_degree("pp", pp)
+    if strategy.dp.kind == "quorum":
+        quorum = min(dp, strategy.dp.option or 1)
+        result = dataclasses.replace(result, dp=Axis(dp, "quorum", quorum))
+    for name, degree in (("dp", dp), ("fsdp", fsdp), ("cp", cp)):
+        result = result.with_degree(name, degree)
+    # An axis of degree 1 has no kind, which would be ignored.
+    whole = {name: getattr(Strategy, name) for name, axis in result.axes() if axis.degree == 1}
+    return dataclasses.replace(result, **whole)
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
