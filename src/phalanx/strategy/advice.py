@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from importlib.util import find_spec
 
 from phalanx.errors import StrategyError
@@ -128,8 +129,9 @@ def shrunk(strategy: Strategy, most_ranks: int, global_rows: int | None) -> Stra
 
     dp shrinks first, because a rank then holds as much as before: dp2,fsdp2 on 3 ranks becomes
     fsdp2 and not dp3, whose ranks hold the whole model. fsdp shrinks next, and last the axes that
-    split the model, by as little as possible. There pp shrinks to any degree, cp and tp to divisors
-    of theirs, which divide heads and positions too; a grid, such as tp4:2d, can give way to 1d.
+    split the model, by as little as possible and the outermost first. There pp shrinks to any
+    degree, the others to divisors of theirs, which divide heads and positions too; a grid, such as
+    tp4:2d, can give way to 1d.
 
     Args:
         strategy: a strategy that passes `require_built`.
@@ -140,37 +142,50 @@ def shrunk(strategy: Strategy, most_ranks: int, global_rows: int | None) -> Stra
     assert most_ranks >= 1, "a job has a rank"
     if strategy.num_ranks <= most_ranks:
         return strategy
-    full, side = strategy.tp, [*strategy.grid().values()][-1]
-    tps = [
-        Axis(degree, kind, option)
-        for kind, option, whole in {(full.kind, full.option, full.degree), ("1d", None, side)}
-        for degree in _divisors(whole)
-        if KINDS["tp"][kind].nearest_degree(degree, option) == degree
+    whole = dict(each for each in reversed([*strategy.axes()]) if each[0] not in ("dp", "fsdp"))
+    splits = [
+        dict(zip(whole, split, strict=True))
+        for split in itertools.product(*(_smaller(name, axis) for name, axis in whole.items()))
     ]
-    splits = itertools.product(tps, _divisors(strategy.cp.degree), range(1, strategy.pp.degree + 1))
-    sizes = {each: each[0].degree * each[1] * each[2] for each in splits}
-    tp, cp, pp = max(
-        (each for each, size in sizes.items() if size <= most_ranks),
-        # Of two splits into as many parts, the one with the smaller pp wins.
-        key=lambda each: (sizes[each], each[0].degree, each[0].kind == full.kind, each[1]),
+
+    def num_parts(split: dict[str, Axis]) -> int:
+        return math.prod(axis.degree for axis in split.values())
+
+    axes = max(
+        (split for split in splits if num_parts(split) <= most_ranks),
+        key=lambda split: (
+            num_parts(split),
+            [(axis.degree, axis.kind == whole[name].kind) for name, axis in split.items()],
+        ),
     )
-    most = most_ranks // sizes[tp, cp, pp]
+    most = most_ranks // num_parts(axes)
     rows = 0 if global_rows is None else global_rows  # every number divides 0
     fsdp = max(n for n in range(1, min(strategy.fsdp.degree, most) + 1) if rows % n == 0)
     replicas = range(1, min(strategy.dp.degree, most // fsdp) + 1)
     dp = max(n for n in replicas if rows % (n * fsdp) == 0)
-    result = dataclasses.replace(strategy, tp=tp)
-    if pp != strategy.pp.degree:
-        result = result.with_degree("pp", pp)
-    if strategy.dp.kind == "quorum":
-        quorum = min(dp, strategy.dp.option or 1)
-        result = dataclasses.replace(result, dp=Axis(dp, "quorum", quorum))
-    for name, degree in (("dp", dp), ("fsdp", fsdp), ("cp", cp)):
-        result = result.with_degree(name, degree)
+    option = strategy.dp.option
+    if option is not None and strategy.dp.kind == "quorum":
+        option = min(dp, option)
+    axes["dp"] = Axis(dp, strategy.dp.kind, option)
+    axes["fsdp"] = dataclasses.replace(strategy.fsdp, degree=fsdp)
     # An axis of degree 1 has no kind, which would be ignored.
-    whole = {name: getattr(Strategy, name) for name, axis in result.axes() if axis.degree == 1}
-    return dataclasses.replace(result, **whole)
+    alone = {name: getattr(Strategy, name) for name, axis in axes.items() if axis.degree == 1}
+    if axes["pp"] != strategy.pp:
+        strategy = dataclasses.replace(strategy, cut=(), schedule="")
+    return dataclasses.replace(strategy, **{**axes, **alone})
 
 
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+def _smaller(name: str, axis: Axis) -> list[Axis]:
+    """Return an axis that splits the model with each degree to which it can shrink."""
+    kind = KINDS[name][axis.kind]
+    kinds = [(axis.kind, axis.option, axis.degree)]
+    if kind.grid:  # each dimension of the model is divisible by the side
+        side = [*kind.sizes(name, axis.degree, axis.option).values()][-1]
+        kinds.append((getattr(Strategy, name).kind, None, side))
+    return [
+        Axis(degree, each, option)
+        for each, option, most in kinds
+        for degree in range(1, most + 1)
+        if (name == "pp" or most % degree == 0)
+        and KINDS[name][each].nearest_degree(degree, option) == degree
+    ]
