@@ -34,7 +34,7 @@ DEFAULT_MODEL: Final = "demo"
 
 
 def continuation(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that replace those of a command which may continue a run: key -> value.
+    """Return the settings that replace settings of a command which may continue a run, by key.
 
                        strategy    folder     batch         resumes from
         resume = auto  command's   `out`      command's     `out`, if it has a checkpoint
