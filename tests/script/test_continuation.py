@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import phalanx
 from marks import by_hand
+from phalanx.cli.main import main
 from phalanx.errors import Interrupted
 from phalanx.launch import launched
 from phalanx.launch.heartbeat import PULSE
@@ -138,3 +139,15 @@ def test_an_own_loop_continues_on_fewer_and_more_ranks(
         assert read_report(str(tmp_path)) == JobReport(strategy=found[0][1], run=None)
     assert len(expected) == STEPS
     assert taken == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_repeated_command_resumes_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = f"{Path(jobs.__file__)}:job"
+    words = ["train", "--script", script, "--strategy", "dp1", "--threads", "1", "--json"]
+    for steps in (1, 3):
+        assert main([*words, "--resume", "auto", "--out", "run", "--steps", f"{steps}"]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps_done"] == steps
+    assert len(losses("run")) == 3
