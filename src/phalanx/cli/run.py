@@ -11,6 +11,7 @@ from phalanx.config.fields import THREADS, TIMEOUT_S, Positional, Range
 from phalanx.config.profile_options import ProfileOptions
 from phalanx.data.cache import cache_folder, fingerprint
 from phalanx.errors import ConfigError, Interrupted
+from phalanx.launch import schedulers
 from phalanx.launch.rank_env import is_under_torchrun
 
 
@@ -55,6 +56,7 @@ def run(argv: list[str]) -> int:
     path = Path(config.script)
     if not path.is_file():
         raise ConfigError(f"there is no file {path}; expected a Python script")
+    schedulers.adopt()
     if is_under_torchrun():
         raise ConfigError(
             "phalanx run starts its own processes, but this process is already a rank, as under "
