@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -274,19 +274,21 @@ def test_slurm_queues_again_what_its_time_or_a_loss_has_ended(
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Callable[..., LaunchRequest]:
-    """Return a function from hosts, strategy, run and options to a job of a small model."""
+def job(tmp_path: Path) -> Generator[Callable[..., LaunchRequest]]:
+    """Yield a function from hosts, strategy, run and options to a job of a small model."""
     from phalanx.train.job.resume import stored_settings
 
     programs(tmp_path / "bin")
     config = small_run(tmp_path, device="cpu", out=None)
     (tmp_path / "run.toml").write_text(to_toml(stored_settings(config)))
 
-    def request(hosts: tuple[Host, ...], strategy: str, out: str, *options: str) -> LaunchRequest:
-        words = ("train", "--config", "run.toml", "--strategy", strategy, "--out", out, *options)
-        return LaunchRequest(hosts=hosts, command=words, folder=str(tmp_path), port=reserved_port())
+    with reserved_port() as port:
 
-    return request
+        def request(hosts: tuple[Host, ...], strategy: str, out: str, *sizes: str) -> LaunchRequest:
+            words = ("train", "--config=run.toml", "--strategy", strategy, "--out", out, *sizes)
+            return LaunchRequest(hosts=hosts, command=words, folder=str(tmp_path), port=int(port))
+
+        yield request
 
 
 def run_shells(parts: list[str], folder: Path) -> None:
