@@ -1,4 +1,4 @@
-"""Join the job for which torchrun (or Slurm) started this process.
+"""Join the job for which torchrun (or Slurm, or mpirun) started this process.
 
 The ranks connect to a store before they join. The first rank of each host prepares the job's data,
 then the other ranks of the host prepare too and reuse it. Only when all ranks have prepared, with
@@ -29,7 +29,7 @@ from phalanx.errors import (
     shortened,
     within_limits,
 )
-from phalanx.launch import interface, slurm
+from phalanx.launch import interface, schedulers
 from phalanx.launch.agreement import agree, failing_together
 from phalanx.launch.failure import (
     READER_LEFT,
@@ -297,7 +297,12 @@ def run_verb(prepare: Callable[[], Value], work: Callable[[Value], int]) -> int:
 
     As a rank of a job, do not return but exit; one rank of each host reports an error of `prepare`.
     """
-    slurm.adopt()
+    try:
+        schedulers.adopt()
+    except ConfigError as error:
+        if is_under_torchrun():
+            leave_failed(error, is_everyones=True)
+        raise
     if not is_under_torchrun():
         return work(prepare())
     try:
