@@ -236,7 +236,8 @@ def test_a_coordinator_stays_until_the_scheduler_knows_of_the_end(
 
     def beat(coordinator: Coordinator) -> None:
         fields = {"name": "scheduler", "role": "scheduler", "address": "there", "incarnation": "1"}
-        coordinator.handle(b"", WireMessage("beat", {**fields, "job": "job"}))
+        group = {"number": 0, "workers": [], "num_live": None, "stop_signal": 0}
+        coordinator.handle(b"", WireMessage("beat", {**fields, "job": "job", "group": group}))
 
     for number, comes_back in enumerate((True, False)):
         coordinator = Coordinator(1, "job", tmp_path / f"journal{number}", *own)

@@ -133,7 +133,7 @@ def test_a_worker_of_a_job_that_has_ended_says_so(monkeypatch: pytest.MonkeyPatc
 def test_a_worker_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with workers(1) as (first,):
         assert first.requests.map["protocol"] == requests.PROTOCOL
-        said = rf"has version {requests.PROTOCOL} of .*, but this worker has version 8;"
-        monkeypatch.setattr(requests, "PROTOCOL", 8)
+        said = rf"has version {requests.PROTOCOL} of .*, but this worker has version 9;"
+        monkeypatch.setattr(requests, "PROTOCOL", 9)
         with pytest.raises(TrainingError, match=said):
             Client(first.requests._meeting, 0, Consistency("ps", 1), (0, 5))

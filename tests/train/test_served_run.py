@@ -39,6 +39,7 @@ from phalanx.train.report.summary import Summary
 from phalanx.train.run import NOTHING, train
 from phalanx.train.served_session import ServedSession
 from small_run import SHAPE, losses, records, small_run
+from workers_in_threads import allowed_connections, connections
 
 UNTIED = dataclasses.replace(SHAPE, tied=False)
 BY_ROWS = ServerConfig(table_rule="adagrad", table_lr=0.05)
@@ -65,15 +66,19 @@ def test_synchronous_workers_take_the_step_of_one_process_and_resume(
     then: str, tmp_path: Path
 ) -> None:
     alone = run(tmp_path, "dp1", "alone", steps=6)
-    ours = run(tmp_path, "dp2:ps", "served", steps=6, save_every=3)
+    groups = ServerConfig(groups=2)
+    ours = run(tmp_path, "dp2:ps", "served", steps=6, save_every=3, server=groups)
     torch.testing.assert_close(ours, alone, rtol=1e-12, atol=0)
+    logs = (tmp_path / "served" / "logs").glob("*.log")
+    assert connections("".join(log.read_text() for log in logs)) == allowed_connections([0, 1])
     of_one, of_worker = (
         records(tmp_path / name, "summary")[0]["utilization"] for name in ("alone", "served")
     )
     assert of_one["model_flops_causal"] == 2 * of_worker["model_flops_causal"]
     assert of_one["num_devices"] == of_worker["num_devices"] == 1
     middle = manifest.complete_checkpoints(tmp_path / "served")[3]
-    again = run(tmp_path, then, "again", steps=6, resume=str(middle))
+    server = groups if then == "dp3:ps" else ServerConfig()
+    again = run(tmp_path, then, "again", steps=6, resume=str(middle), server=server)
     torch.testing.assert_close(again, alone[3:], rtol=1e-12, atol=0)
 
 
@@ -150,6 +155,11 @@ def test_other_consistencies_learn(strategy: str, tmp_path: Path) -> None:
     ("strategy", "settings", "words"),
     [
         ("dp2:local/4", {"steps": 6}, "synchronize only after every 4 steps; the nearest is 8"),
+        (
+            "dp2:ps",
+            {"steps": 4, "server": ServerConfig(groups=3)},
+            "server.groups is 3, but dp2:ps has 2 workers; the nearest is 2",
+        ),
         ("dp2:ps", {"steps": 4, "debug_comm": True}, "has none; leave debug_comm out"),
         ("dp2:ps", {"steps": 4, "profile": "active=1"}, "profile without servers, such as dp2"),
         ("dp2:local/2", {"steps": 4, "server": ServerConfig(rule="sgd")}, "server.rule is sgd"),
@@ -372,7 +382,7 @@ def test_rounds_end_by_a_signal_after_one_that_is_saved(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fresh_ranks
-@pytest.mark.parametrize("role", ["server0", "scheduler", "coordinator", "rank 0", "rank 1"])
+@pytest.mark.parametrize("role", ["server0", "scheduler0", "coordinator", "rank 0", "rank 1"])
 def test_training_resumes_where_a_process_is_killed(
     role: str, clean: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
