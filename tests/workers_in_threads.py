@@ -14,7 +14,6 @@ from phalanx.server import coordinator, liveness, replica, requests, role
 from phalanx.server.consistency import Consistency
 from phalanx.server.coordinator import Coordinator
 from phalanx.server.processes import LocalRoles
-from phalanx.server.task_scheduler import TaskScheduler
 
 CLOCKS = {
     "RESEND_S": 0.05, "MOST_RESEND_S": 0.4, "BEAT_S": 0.05, "TICK_S": 0.01,
@@ -65,11 +64,6 @@ def lose_group(made: LocalRoles, group: int) -> None:
     keeper = made.roles["coordinator"]
     assert isinstance(keeper, Coordinator)
     keeper._schedulers.leave(group)
-    for name in made._stops:
-        other = made.roles[name]
-        if isinstance(other, TaskScheduler) and other.tasks is not None:
-            for worker in keeper.map["groups"][group]["workers"]:
-                other.tasks.leases.leave(worker)
 
 
 def connections(log: str) -> dict[str, set[str]]:

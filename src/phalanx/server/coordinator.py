@@ -233,31 +233,31 @@ class Coordinator(Role):
         if beat["role"] != "scheduler":
             self._hear_server(beat)
             return self.on_map(beat)
-        self._hear_scheduler(str(beat["address"]), **beat["group"])
+        self._hear_scheduler(beat)
         return self.on_map(beat)
 
-    def _hear_scheduler(
-        self, address: str, number: int, workers: list[int], num_live: int | None, stop_signal: int
-    ) -> None:
+    def _hear_scheduler(self, beat: WireMessage) -> None:
         """Note the address and the workers of a group's scheduler.
 
-        `num_live` is None until a scheduler that starts can know its workers.
-
         Raises:
-            ValueError: the job has no such group.
+            ValueError: the job has no such group, or another process is its scheduler.
         """
-        groups = self.map["groups"]
-        if number >= len(groups):
+        address, said, groups = str(beat["address"]), beat["group"], self.map["groups"]
+        if (number := int(said["number"])) >= len(groups):
             raise ValueError(
                 f"it is the scheduler of group {number}, but the job has groups 0 to "
                 f"{len(groups) - 1}; give the coordinator --num-groups {number + 1}"
             )
-        group = groups[number]
+        group, is_silent = groups[number], number in self._schedulers.older(LEASE_S)
+        if group["scheduler"] not in ("", address) and not is_silent:
+            name = f"scheduler{number}"
+            self._refuse_later(name, str(beat["incarnation"]), "each scheduler its own --group")
+            return
         self._schedulers.renew(number)
-        self.map["stop_signal"] = self.map["stop_signal"] or stop_signal
-        group["workers"] = sorted({*group["workers"], *workers})
-        if num_live is not None:
-            self._set_live(number, num_live)
+        self.map["stop_signal"] = self.map["stop_signal"] or int(said["stop_signal"])
+        group["workers"] = sorted({*group["workers"], *said["workers"]})
+        if said["num_live"] is not None:  # else it has just started, and workers are yet to ask
+            self._set_live(number, int(said["num_live"]))
         if self.map["ended"]:
             self._told.add(address)
         if group["scheduler"] != address:
@@ -280,20 +280,8 @@ class Coordinator(Role):
         """
         name, incarnation = str(beat["name"]), str(beat["incarnation"])
         if self.map["incarnations"].get(name) != incarnation:
-            if (
-                name in self.leases.renewed_s
-            ):  # the name belongs to a process until that one is lost
-                now_s, key = self.clock.now_s, (name, incarnation)
-                if key not in self._asked_s:
-                    self.log(
-                        f"another process also has the name {name}; it waits until the first is "
-                        "lost"
-                    )
-                if now_s - self._asked_s.setdefault(key, now_s) > 2 * LEASE_S:
-                    raise ValueError(
-                        f"another process already has the name {name}; give each server its own "
-                        "--name"
-                    )
+            if name in self.leases.renewed_s:
+                self._refuse_later(name, incarnation, "each server its own --name")
                 return
             self.map["incarnations"][name] = incarnation
             self.map["addresses"][name] = str(beat["address"])
@@ -316,6 +304,18 @@ class Coordinator(Role):
                     self.change(f"shard {shard} moves to {names[1]}")
         if self.map["ended"]:
             self._told.add(name)
+
+    def _refuse_later(self, name: str, incarnation: str, advice: str) -> None:
+        """Note that a process asks for a name, which belongs to another until that one is lost.
+
+        Raises:
+            ValueError: it has waited for 2 leases.
+        """
+        now_s, key = self.clock.now_s, (name, incarnation)
+        if key not in self._asked_s:
+            self.log(f"another process also has the name {name}; it waits until the first is lost")
+        if now_s - self._asked_s.setdefault(key, now_s) > 2 * LEASE_S:
+            raise ValueError(f"another process already has the name {name}; give {advice}")
 
     def _place(self) -> None:
         """Assign each shard a primary, and a backup if there is another server for it."""

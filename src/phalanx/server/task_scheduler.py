@@ -170,23 +170,23 @@ class TaskScheduler(Role):
         tasks, groups = self.tasks, self.member.map.get("groups", [])
         tasks.workers.add(worker)
         # A slot belongs to the group of its worker; slots of groups without a live worker, and of
-        # workers that no group has heard of, are spread over the others.
-        others = {at: each for at, each in enumerate(groups) if at != self.group}
-        others = {at: each for at, each in others.items() if each["num_live"]}
-        live, of_slot = sorted({self.group, *others}), dict[int, int]()
-        for at, each in others.items():
-            of_slot |= dict.fromkeys(each["workers"], at)
-        of_slot |= dict.fromkeys(tasks.workers, self.group)
-        slots = range(tasks.num_slots)
-        group_of = {slot: of_slot.get(slot, live[slot % len(live)]) for slot in slots}
-        tasks.elsewhere = {slot for slot in slots if group_of[slot] != self.group}
+        # workers that no group has heard of, are spread over the live groups.
+        others = [(at, each) for at, each in enumerate(groups) if at != self.group]
+        live = sorted({self.group, *(at for at, each in others if each["num_live"])})
+        group_of = {slot: live[slot % len(live)] for slot in range(tasks.num_slots)}
+        for at, each in others:
+            for slot in set(each["workers"]) - tasks.workers:
+                tasks.leases.leave(slot)  # another scheduler has its lease
+                group_of[slot] = at if at in live else group_of[slot]
+        group_of |= dict.fromkeys(tasks.workers, self.group)
+        tasks.elsewhere = {slot for slot, group in group_of.items() if group != self.group}
         if message.kind not in ("beat", "stats"):  # a worker that has left may beat and ask
             tasks.leases.renew(worker)
         for slot, below in message.fields.get("done", ()):
             for clock in range(tasks.done.below[slot], below):
                 tasks.finish(clock, slot)
         more = method(tasks, worker, message)
-        num_live = tasks.num_live + sum(each["num_live"] for each in others.values())
+        num_live = tasks.num_live + sum(each["num_live"] for _, each in others)
         signum = self._stop_signal or self.member.map.get("stop_signal", 0)
         more |= {"is_over": tasks.is_over, "num_live": num_live, "stop_signal": signum}
         self.reply(peer, message, answer("ok", **more))
