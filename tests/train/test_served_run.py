@@ -382,11 +382,19 @@ def test_rounds_end_by_a_signal_after_one_that_is_saved(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fresh_ranks
-@pytest.mark.parametrize("role", ["server0", "scheduler0", "coordinator", "rank 0", "rank 1"])
-def test_training_resumes_where_a_process_is_killed(
-    role: str, clean: tuple[Path, list[float]], tmp_path: Path
+@pytest.mark.parametrize(
+    "killed",
+    [["server0"], ["scheduler0"], ["scheduler1"], ["coordinator"], ["rank 0"], ["rank 1"],
+     ["scheduler1", "rank 2"]],
+    ids=" and ".join,
+)  # fmt: skip
+def test_training_resumes_where_processes_are_killed(
+    killed: list[str], clean: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
-    """The losses are equal to the bit: no update is lost or doubled, and each sample is in once."""
+    """The losses are equal to the bit: no update is lost or doubled, and each sample is in once.
+
+    The run has two groups of workers, the undisturbed one has one.
+    """
     config = small_run(tmp_path, batch=BatchConfig(global_size=12, microbatch=2))
     out = Path(str(config.out))
     (tmp_path / "go.py").write_text(
@@ -395,7 +403,8 @@ def test_training_resumes_where_a_process_is_killed(
         "if __name__ == '__main__':\n"
         "    train(pickle.load(open(sys.argv[1], 'rb')))\n"
     )
-    given = TrainConfig(**{**vars(config), "strategy": "dp3:ps", "steps": 60})
+    more = {"strategy": "dp3:ps", "steps": 60, "server": ServerConfig(groups=2)}
+    given = TrainConfig(**{**vars(config), **more})
     (tmp_path / "config").write_bytes(pickle.dumps(given))
     process = subprocess.Popen([sys.executable, tmp_path / "go.py", tmp_path / "config"])
 
@@ -405,9 +414,12 @@ def test_training_resumes_where_a_process_is_killed(
     while num_steps() < 8 and process.poll() is None:
         time.sleep(0.05)
     text = "".join(file.read_text() for file in (out / "logs").glob("*.log"))
-    number = re.findall(rf"{role}[:,] process (\d+)", text)[-1]
-    os.kill(int(number), signal.SIGKILL)
+    for name in killed:
+        number = re.findall(rf"{name}[:,] process (\d+)", text)[-1]
+        os.kill(int(number), signal.SIGKILL)
     assert process.wait(120) == 0
+    text = "".join(file.read_text() for file in (out / "logs").glob("*.log"))
+    assert connections(text) == allowed_connections([0, 0, 1])
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     found = {line["step"]: line["loss"] for line in steps if line["kind"] == "step"}
     due = dict(enumerate(clean[1], 1))
