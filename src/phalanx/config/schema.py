@@ -187,6 +187,10 @@ class RunConfig:
     keep_checkpoints: Annotated[int | None, Use.EQUAL, Range(1)] = None
     """Of the checkpoints after every `save_every` steps and at the end, how many to keep, the
     latest; all of them if unset."""
+    memory_every: Annotated[int | None, Use.EQUAL | Use.NOT_SAVED, Range(0)] = None
+    """Most steps that a restart by `phalanx launch` loses, by saves in memory, of which each host
+    also has another host's part; 0: restarts resume from the disk. Unset: as few as take 4 % of
+    the time, and 0 without restarts."""
     best: Annotated[str | None, Use.EQUAL] = None
     """Measure of the evaluations whose best checkpoint is kept, whatever else is removed: min:loss,
     or min: or max: and the name of a metric, such as max:accuracy; none if unset."""
