@@ -136,12 +136,7 @@ def way(peer: str, port: int | None = None, *, pings: bool = True) -> Generator[
     elif times_s == [] and port is None:
         yield Finding(check="round trip", text=f"{peer} does not answer pings")
     if port is not None:
-        try:
-            socket.create_connection((address, port), LIMIT_S).close()
-        except OSError as error:
-            yield port_finding(error, peer, address, port, source, is_alive=bool(times_s))
-        else:
-            yield Finding(check="port", text=f"{port} is open")
+        yield reach(peer, address, port, is_alive=bool(times_s))
     return address
 
 
@@ -172,22 +167,29 @@ def _is_readable(path: Path) -> bool:
         return False
 
 
-def port_finding(
-    error: OSError, peer: str, address: str, port: int, source: str, *, is_alive: bool
-) -> Finding:
-    """Return what a failed connection to a port means: nobody listens, firewall, no host."""
+def reach(peer: str, address: str, port: int, *, is_alive: bool) -> Finding:
+    """Connect to a port; say what a failure means: nobody listens, a firewall, or no host.
+
+    `is_alive` says that the host has answered otherwise.
+    """
+    source = interface.address_towards(address)
+    where = f"{peer}:{port}" if address == peer else f"{peer}:{port} ({address})"
     open_it = (
         f"on {peer}, open all TCP ports to {source}: sudo ufw allow from {source}, or sudo "
         f"firewall-cmd --zone=trusted --add-source={source}"
     )
-    where = f"{peer}:{port}" if address == peer else f"{peer}:{port} ({address})"
-    if isinstance(error, ConnectionRefusedError):
-        return Finding(check="port", text=f"nobody listens at {where}, which no firewall drops")
-    if error.errno in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+    try:
+        socket.create_connection((address, port), LIMIT_S).close()
+        return Finding(check="port", text=f"{where} is open")
+    except ConnectionRefusedError:
+        return Finding(check="port", text=f"nobody listens at {where}; no firewall drops it")
+    except OSError as error:
+        code, reason = error.errno, error.strerror
+    if code in (errno.ENETUNREACH, errno.EHOSTUNREACH):
         if is_alive:
             text, cure = f"a firewall rejects connections to {where}", open_it
         else:
-            text = f"no host answers at {where}: {error.strerror}"
+            text = f"no host answers at {where}: {reason}"
             cure = f"check that {peer} is on, its cable and its address (`ip -brief address` on it)"
     else:
         text = f"connections to {where} get no answer in {LIMIT_S:g} s: a firewall drops them"
@@ -468,10 +470,15 @@ def bandwidth_finding(
         )
     return Finding(
         check=check,
-        text=f"{host} to {peer} {rate_text(to_s)}, back {rate_text(from_s)}",
+        text=both_ways(host, peer, to_s, from_s),
         cure=cure,
         values={"to_bytes_per_s": to_s, "from_bytes_per_s": from_s},
     )
+
+
+def both_ways(host: str, peer: str, to_s: float, from_s: float) -> str:
+    """Return the bandwidths of both ways of a link, in bytes per second, as text."""
+    return f"{host} to {peer} {rate_text(to_s)}, back {rate_text(from_s)}"
 
 
 def rate_text(bytes_per_s: float) -> str:
@@ -479,6 +486,27 @@ def rate_text(bytes_per_s: float) -> str:
     if bytes_per_s < 125e6:
         return f"{bytes_per_s * 8e-6:,.3g} Mbit/s"
     return f"{bytes_per_s * 8e-9:,.3g} Gbit/s"
+
+
+def ssh_finding(peer: str, code: int, words: str, python: str) -> Finding:
+    """Return what the words of a failed ssh mean, which ended with an exit code."""
+    last = (words.strip().splitlines() or [f"it ended with exit code {code}"])[-1]
+    cures = {
+        "Permission denied": f"ssh-keygen -t ed25519 (if you have no key), then ssh-copy-id {peer}",
+        "verification failed": f"run `ssh {peer}` once by hand, and accept the host's key",
+        "refused": f"on {peer}: sudo apt install openssh-server, sudo systemctl enable --now ssh",
+        "timed out": f"on {peer}, open port 22: sudo ufw allow ssh",
+        "ot found": f"install the same environment on {peer}, at the same path ({python})",
+        "No such file": f"install the same environment on {peer}, at the same path ({python})",
+        "No module": f"install the same phalanx on {peer}, for {python}",
+    }
+    cure = next((cure for words, cure in cures.items() if words in last), f"try: ssh {peer}")
+    return Finding(
+        check="ssh",
+        text=f"ssh {peer} fails: {last}",
+        cure=f"{cure}; or start `phalanx doctor --listen` on {peer} by hand",
+        is_end=True,
+    )
 
 
 @contextmanager
@@ -539,6 +567,5 @@ def _of_run(peer: str, address: str, port: int) -> Iterator[Finding]:
     try:
         yield from passing(peer, address, port)
         yield bandwidth(peer, address, port)
-    except OSError as error:
-        source = interface.address_towards(address)
-        yield port_finding(error, peer, address, port, source, is_alive=False)
+    except OSError:
+        yield reach(peer, address, port, is_alive=True)
