@@ -3,7 +3,7 @@
 #
 #     sudo sh examples/two_machines.sh            the page's checks and first runs
 #     sudo sh examples/two_machines.sh bash       a shell on node1; the hosts end with it
-#     sudo RATE=1gbit DELAY=0.1ms sh examples/two_machines.sh bash        the same on slow links
+#     sudo RATE=1gbit sh examples/two_machines.sh bash      the same over links of 1 Gbit/s (tc tbf)
 #
 #     node1 192.168.1.11 ──eth0──┐
 #                                ├── br0, the switch
@@ -23,7 +23,7 @@ fail() {
 }
 
 [ "$(uname)" = Linux ] && [ "$(id -u)" = 0 ] || fail "needs Linux and root: start it with sudo"
-for program in ip nsenter unshare; do
+for program in ip nsenter setpriv unshare; do
     command -v $program > /dev/null || fail "needs $program: install iproute2 and util-linux"
 done
 BIN=${PHALANX_BIN:-$(cd "$(dirname "$0")/.." && pwd)/.venv/bin} # sudo drops an active environment
@@ -31,7 +31,7 @@ PATH=$BIN:$PATH:/usr/sbin:/sbin
 command -v phalanx > /dev/null || fail "finds no phalanx: set PHALANX_BIN to the folder that has it"
 
 FOLDER=$(mktemp -d)
-HOSTS= # processes whose ends end the hosts
+HOSTS= # the first process of each: its end ends all others of the host
 remove() {
     trap '' INT TERM HUP
     for host in $HOSTS; do
@@ -44,10 +44,11 @@ trap remove EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
 
-# begin NAME: start a host, whose first process (number 1 of the host) sleeps until it is killed.
+# begin NAME: start a host, whose first process sleeps until it, or this script, is killed.
 begin() {
     mkfifo "$FOLDER/$1.pid"
-    unshare --net --uts --ipc --pid --mount --fork --kill-child sh -c '
+    setpriv --pdeathsig KILL unshare --net --uts --ipc --pid --mount --fork --kill-child sh -c '
+        exec 2>&3 3>&- # unshare itself complains when the host is killed
         read -r pid rest < /proc/self/stat # the number outside of the host
         hostname "$1"
         mount -t proc proc /proc
@@ -55,9 +56,9 @@ begin() {
         mount -t tmpfs tmpfs /dev/shm
         ip link set lo up
         echo "$pid" > "$0/$1.pid"
-        exec sleep infinity' "$FOLDER" "$1" &
-    HOSTS="$HOSTS $!"
+        exec sleep infinity' "$FOLDER" "$1" 3>&2 2> /dev/null &
     read -r pid < "$FOLDER/$1.pid"
+    HOSTS="$HOSTS $pid"
     eval "PID_$1=$pid"
 }
 
@@ -72,7 +73,9 @@ on() {
     )
 }
 
-begin switch || fail "may make no namespaces: a container needs more rights"
+unshare --net --uts --ipc --pid --mount --fork mount -t proc proc /proc ||
+    fail "may make no namespaces: a container needs more rights (docker run --privileged)"
+begin switch
 on switch ip link add br0 type bridge
 on switch ip link set br0 up
 mkdir "$FOLDER/shared"
@@ -92,9 +95,6 @@ for node in $NODES; do
     on "$node" mount -t tmpfs tmpfs /srv
     on "$node" mkdir /run/sshd /srv/phalanx
     on "$node" mount --bind "$FOLDER/shared" /srv/phalanx
-    if [ -n "${DELAY:-}" ]; then # of what the host sends
-        on "$node" tc qdisc add dev eth0 root netem delay "$DELAY"
-    fi
     if [ -n "${RATE:-}" ]; then # of what the switch sends to the host
         on switch tc qdisc add dev "$node" root tbf rate "$RATE" burst 256kb latency 50ms
     fi
