@@ -1,8 +1,10 @@
 """Start processes that use torch, by each start method of multiprocessing, and time them.
 
-Run it as `python benchmarks/startup/start_methods.py [RANKS] [ROUNDS]`. Each round times in turns how
-long it takes until every process has added two tensors. The server of forkserver has imported torch
-before, as the server of `phalanx` has; fork copies this process, which has imported torch too.
+    python benchmarks/startup/start_methods.py [PROCESSES] [ROUNDS]
+
+In turns, each method starts the processes, and each process adds two tensors. Printed are seconds
+until the last has ended. forkserver's server has imported torch before, as the server of `phalanx`
+has; fork copies this process, which has imported torch too.
 """
 
 import multiprocessing
@@ -20,11 +22,11 @@ def add() -> None:
     assert torch.ones(2).add(1).sum().item() == 4
 
 
-def seconds(method: str, ranks: int) -> float:
-    """Start `ranks` processes; return the seconds until the last has ended."""
+def seconds(method: str, number: int) -> float:
+    """Start `number` processes; return the seconds until the last has ended."""
     context = multiprocessing.get_context(method)
     begun_s = time.perf_counter()
-    processes = [context.Process(target=add) for _ in range(ranks)]
+    processes = [context.Process(target=add) for _ in range(number)]
     for process in processes:
         process.start()
     for process in processes:
@@ -33,7 +35,7 @@ def seconds(method: str, ranks: int) -> float:
     return time.perf_counter() - begun_s
 
 
-def main(ranks: int, rounds: int) -> None:
+def main(number: int, rounds: int) -> None:
     """Print the median and the range of each method."""
     import torch  # noqa: F401 - for fork, which copies this process
 
@@ -42,12 +44,13 @@ def main(ranks: int, rounds: int) -> None:
     times: dict[str, list[float]] = {method: [] for method in METHODS}
     for _ in range(rounds):
         for method in METHODS:
-            times[method].append(seconds(method, ranks))
-    print(f"{ranks} processes, {rounds} rounds: seconds, median (least to most)")  # noqa: T201
+            times[method].append(seconds(method, number))
+    print(f"{number} processes, {rounds} rounds: seconds, median (least to most)")
     for method, values in times.items():
         low, middle, high = min(values), statistics.median(values), max(values)
-        print(f"{method:<11} {middle:6.2f} ({low:.2f} to {high:.2f})")  # noqa: T201
+        print(f"{method:<11} {middle:6.2f} ({low:.2f} to {high:.2f})")
 
 
 if __name__ == "__main__":
-    main(*(int(word) for word in [*sys.argv[1:], "4", "5"][:2]))
+    words = [int(word) for word in sys.argv[1:]]
+    main(*words, *(4, 3)[len(words) :])

@@ -1,4 +1,4 @@
-"""docs/two_machines.md: its files and commands agree, its figures are right, and its script runs."""
+"""docs/two_machines.md: its files and commands agree, its figures hold, and its script runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 from blocks import ROOT, Block, blocks_of
-
-from phalanx.cli.main import main
-from phalanx.config.schema import TrainConfig
-from small_run import SHAPE, small_run
+from test_run_blocks import TINY
 
 PAGE = ROOT / "docs/two_machines.md"
 SCRIPT = ROOT / "examples/two_machines.sh"
@@ -174,3 +171,22 @@ def test_ctrl_c_removes_the_hosts(tmp_path: Path) -> None:
         assert job.stdout.read() == "heeded\n"  # the command ends by itself first
     assert job.returncode == 130
     assert not [*processes_in(namespace)]
+
+
+@pytest.mark.slow  # torchrun starts on both hosts
+def test_the_first_run_of_the_page_trains_on_both_hosts(tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/squares.txt").write_text("".join(f"{n}**2 = {n * n}\n" for n in range(2000)))
+    words = "train --strategy dp2 --steps 3 --data notes --threads 1 --eval-samples 8"
+    done = run_script(tmp_path, TRAIN=f"{words}{TINY}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    [of_page] = commands("torchrun")
+    shown = re.findall(r"^node(\d)\$ (torchrun .*)$", done.stdout, re.MULTILINE)
+    assert [node for node, _ in shown] == ["2", "1"]
+    for node, line in shown:  # the page's command, but for what is trained
+        words = shlex.split(line)[: of_page.index("train")]
+        rank = words.index("--node-rank") + 1
+        assert words[rank] == str(int(node) - 1)
+        words[rank - 1 : rank + 1] = []
+        assert set(words) | {"--node-rank", "0"} == {*of_page[: of_page.index("train")]}
+    assert "checkpoint  /srv/phalanx/torchrun/checkpoints/step-00000003" in done.stdout
