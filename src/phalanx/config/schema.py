@@ -136,6 +136,8 @@ class ServerConfig:
 
     num_servers: Annotated[int, Use.LOCAL, Range(1, 64, "[]")] = 2
     """Servers that the weights are spread over; of two or more, each is the backup of another."""
+    groups: Annotated[int, Use.LOCAL, Range(1, 64, "[]")] = 1
+    """Groups of workers, of equally many or one more, each with a scheduler of its own."""
     grace_s: Annotated[float, Use.EQUAL, Range(0, 60, "[]")] = 0.0
     """How long an update of dp:quorum that has its quorum waits for more, in seconds."""
     rule: Annotated[Literal["adamw", "sgd", "momentum"], Use.EQUAL] = "adamw"

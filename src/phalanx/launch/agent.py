@@ -221,6 +221,7 @@ class Agent:
             self._clear()
             if self._folder.name:
                 shutil.rmtree(self._folder, ignore_errors=True)
+                sweep()
 
     # Messages of the launcher.
 
@@ -420,8 +421,8 @@ def kill(pid: int | None) -> None:
             end(pid, signal.SIGKILL)
 
 
-def sweep(job: str) -> None:
-    """Remove the folders of agents that were killed, and kill an agent that `job` had before."""
+def sweep(job: str = "") -> None:
+    """Remove the folders of agents that were killed, and kill the one that `job` had before."""
     for folder in FOLDERS.glob("phalanx-*-*"):
         _, pid, name = folder.name.split("-", 2)
         with suppress(OSError, ValueError):
