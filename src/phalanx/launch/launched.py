@@ -56,6 +56,11 @@ def launched() -> Launched | None:
     return None if text is None else Launched(**json.loads(text))
 
 
+def is_restarted() -> bool:
+    """Return whether this rank continues a job after a loss or a join, and so must be fast."""
+    return (job := launched()) is not None and job.generation > 0
+
+
 def require_agent(memory_every: int | None) -> None:
     """Raise ConfigError if states shall be in memory, and no agent started this process."""
     if memory_every and launched() is None:

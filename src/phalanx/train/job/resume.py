@@ -20,7 +20,7 @@ from phalanx.config.file import RUN_FILE, read_values
 from phalanx.config.validate import AUTO
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face import companions
-from phalanx.launch.launched import launched
+from phalanx.launch.launched import is_restarted, launched
 from phalanx.models.registry import shape_of as preset
 from phalanx.models.registry import with_sizes
 from phalanx.models.shape import ModelShape
@@ -61,7 +61,7 @@ def continuation(said: Mapping[str, Any]) -> dict[str, Any]:
                 "resume is auto, which looks for a run in --out, but out is unset; give --out "
                 "FOLDER"
             )
-    if job is not None and job.generation:
+    if is_restarted():
         from phalanx.checkpoint.in_memory import recover  # imports torch
 
         recover()
