@@ -29,7 +29,7 @@ from phalanx.errors import (
     shortened,
     within_limits,
 )
-from phalanx.launch import interface, slurm
+from phalanx.launch import debug_net, interface, slurm
 from phalanx.launch.agreement import agree, failing_together
 from phalanx.launch.failure import (
     READER_LEFT,
@@ -133,6 +133,8 @@ def joined(
     stopping = _Stopping(env.local_rank == 0)
     with handled_in_thread(stopping):
         device = _use_device(env, device)
+        if folder := os.environ.get(debug_net.VARIABLE):
+            debug_net.begin(folder, env.rank)
         torch.set_num_threads(threads or max(1, num_cores() // env.num_here))
         join.raise_file_limit()
         with within_limits(f"rank {env.rank} cannot join the job"):

@@ -15,6 +15,7 @@ from phalanx.comm.comm import Ranks
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import StrategyError
 from phalanx.launch.attach import attach, check_end, report_in_one_message
+from phalanx.launch.debug_net import begin, into
 from phalanx.launch.failure import report
 from phalanx.launch.launched import JobReport, launched
 from phalanx.launch.rank_env import read_rank_env
@@ -44,6 +45,7 @@ def init(
     nonfinite: Literal["stop", "skip"] = "stop",
     shared_memory: bool = True,
     debug_comm: bool = False,
+    debug_net: str | Path | None = None,
 ) -> Run:
     """Join the job of `phalanx run`, torchrun or Slurm, or start a job of one process.
 
@@ -60,6 +62,8 @@ def init(
             change; "skip" leaves the weights as they are in this step.
         shared_memory: whether CPU ranks of one host communicate by shared memory instead of gloo.
         debug_comm: compare each collective between ranks before it runs, see docs/debugging.md.
+        debug_net: folder for a file of each rank with what c10d, gloo and NCCL print. In a job of
+            `phalanx run`, whose ranks have joined before, `phalanx run --debug-net` begins earlier.
 
     Raises:
         ConfigError: the strategy cannot be parsed, needs servers or another number of ranks, or has
@@ -76,7 +80,10 @@ def init(
     facts = {"strategy": parsed and str(parsed), **known}
     facts |= {"shared_memory": shared_memory, "debug_comm": debug_comm}
     is_new = not dist.is_initialized()  # else `phalanx run` has started this rank
-    kind, num_ranks = attach(facts, device=device, timeout_s=timeout_s), dist.get_world_size()
+    if debug_net is not None and not is_new:
+        begin(str(debug_net), dist.get_rank())
+    with into(Path(debug_net) if debug_net is not None and is_new else None):
+        kind, num_ranks = attach(facts, device=device, timeout_s=timeout_s), dist.get_world_size()
     parsed = parsed or Strategy.parse(f"dp{num_ranks}")
     if parsed.num_ranks != num_ranks == 1:
         raise StrategyError(
