@@ -13,7 +13,8 @@ from phalanx.errors import ConfigError
 from phalanx.launch import debug_net
 from phalanx.launch.local import run_ranks
 from phalanx.train.job.resolve import resolve
-from phalanx.train.run import net_folder, start
+from phalanx.train.job.run_folder import net_files
+from phalanx.train.run import start
 from small_run import small_run
 
 
@@ -49,9 +50,11 @@ def test_a_run_has_these_files_beside_its_logs(tmp_path: Path) -> None:
 
 def test_ranks_of_a_launcher_need_to_know_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = TrainConfig(debug_net=True)
-    assert net_folder(asked, Path("new")) == Path("new/logs")
+    with net_files(asked, Path("new")):
+        assert os.environ[debug_net.VARIABLE] == os.path.abspath("new/logs")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="before the ranks can agree on its name; give --out"):
-        net_folder(asked, Path("new"))
-    assert net_folder(TrainConfig(), Path("new")) is None
+        net_files(asked, Path("new"))
+    with net_files(TrainConfig(), Path("new")):
+        assert debug_net.VARIABLE not in os.environ

@@ -107,7 +107,7 @@ def _reopen(stream: io.TextIOWrapper, display: _Display) -> None:
 
 
 def divert_native(log: int) -> None:
-    """Let standard error of native code be the file `log`, and that of Python stay as it is.
+    """Let native code print errors to the file `log`, and Python where it did before.
 
     Native code prints to descriptor 2, so Python's standard error gets another one.
     """

@@ -29,8 +29,10 @@ from phalanx.errors import (
     shortened,
     within_limits,
 )
-from phalanx.launch import debug_net, interface, slurm
+from phalanx.launch import interface, slurm
 from phalanx.launch.agreement import agree, failing_together
+from phalanx.launch.debug_net import VARIABLE as DEBUG_NET
+from phalanx.launch.debug_net import begin
 from phalanx.launch.failure import (
     READER_LEFT,
     PeerFailed,
@@ -133,8 +135,8 @@ def joined(
     stopping = _Stopping(env.local_rank == 0)
     with handled_in_thread(stopping):
         device = _use_device(env, device)
-        if folder := os.environ.get(debug_net.VARIABLE):
-            debug_net.begin(folder, env.rank)
+        if folder := os.environ.get(DEBUG_NET):
+            begin(folder, env.rank)
         torch.set_num_threads(threads or max(1, num_cores() // env.num_here))
         join.raise_file_limit()
         with within_limits(f"rank {env.rank} cannot join the job"):

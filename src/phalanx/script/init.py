@@ -19,7 +19,7 @@ from phalanx.launch.debug_net import begin, into
 from phalanx.launch.failure import report
 from phalanx.launch.launched import JobReport, launched
 from phalanx.launch.rank_env import read_rank_env
-from phalanx.measure.placement import gathered
+from phalanx.measure.rank_places import gathered
 from phalanx.report.terminal import text_of
 from phalanx.script.checks import check_arguments
 from phalanx.script.run import Run

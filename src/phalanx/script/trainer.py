@@ -29,7 +29,6 @@ from phalanx.config.profile_options import ProfileOptions
 from phalanx.config.schema import MOST_ROWS, JobConfig, RunConfig
 from phalanx.config.validate import AUTO
 from phalanx.errors import ConfigError
-from phalanx.launch import debug_net
 from phalanx.launch.attach import report_in_one_message
 from phalanx.launch.launched import launched
 from phalanx.launch.rank_env import read_rank_env
@@ -42,11 +41,11 @@ from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy, refuse_servers
 from phalanx.train.callback import Callback, Callbacks, Log
 from phalanx.train.job.request import choose_device, log_of
-from phalanx.train.job.run_folder import removed_if_refused, resumed_folder
+from phalanx.train.job.run_folder import net_files, removed_if_refused, resumed_folder
 from phalanx.train.loop import how_to_resume
 from phalanx.train.objective import Objective, check_build
 from phalanx.train.report.summary import Summary
-from phalanx.train.run import net_folder, summary_of
+from phalanx.train.run import summary_of
 
 if TYPE_CHECKING:
     from phalanx.verify.verdict import Verdict
@@ -192,7 +191,7 @@ class Trainer:
         advice = functools.partial(how_to_resume, out, command)
         args = (parsed.num_ranks, trainer, parsed, options, command, (*choice,))
         is_new = read_rank_env().rank == 0 and not out.exists()
-        with debug_net.into(net_folder(options, out)), removed_if_refused(out, is_new=is_new):
+        with net_files(options, out), removed_if_refused(out, is_new=is_new):
             return summary_of(train_module, *args, config=options, advice=advice)
 
     def verify(

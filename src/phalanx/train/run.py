@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -14,10 +13,10 @@ import torch.distributed as dist
 
 from phalanx.comm.together import on_first_rank
 from phalanx.config import TrainConfig
-from phalanx.config.schema import JobConfig, RunConfig
+from phalanx.config.schema import RunConfig
 from phalanx.data.survey import Progress
 from phalanx.errors import ConfigError, Interrupted, TrainingError
-from phalanx.launch import attach, debug_net, rank_log, slurm
+from phalanx.launch import attach, slurm
 from phalanx.launch.local import prepare_server, run_ranks
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.launch.torchrun import run_here
@@ -26,7 +25,7 @@ from phalanx.train.callback import Callback, Callbacks, Log
 from phalanx.train.job.request import Request, settle
 from phalanx.train.job.resolve import Job, complete, facts_of
 from phalanx.train.job.resume import continued
-from phalanx.train.job.run_folder import claim, out_folder, removed_if_refused
+from phalanx.train.job.run_folder import claim, net_files, out_folder, removed_if_refused
 from phalanx.train.loop import Stopped, how_to_resume
 from phalanx.train.loop import train as train_session
 from phalanx.train.report.summary import Summary
@@ -92,7 +91,7 @@ def run(
         )
     if is_under_torchrun():
         config = request.config
-        with debug_net.into(net_folder(config, out_folder(config, request.strategy, request.name))):
+        with net_files(config, out_folder(config, request.strategy, request.name)):
             return run_here(
                 lambda: complete(request, progress),
                 facts_of,
@@ -124,8 +123,7 @@ def start(job: Job, extras: Callbacks = NOTHING) -> Summary | None:
     advice = functools.partial(how_to_resume, job.out, TextSession.command)
     if served_run is None:
         args = (job.strategy.num_ranks, job, extras)
-        net = debug_net.into(net_folder(job.config, job.out))
-        with net, removed_if_refused(job.out, is_new=job.is_new):
+        with net_files(job.config, job.out), removed_if_refused(job.out, is_new=job.is_new):
             return summary_of(train_rank, *args, config=job.config, advice=advice)
     worker = job.config.server.worker
     if worker:
@@ -134,23 +132,6 @@ def start(job: Job, extras: Callbacks = NOTHING) -> Summary | None:
     run_here = served_run.run_served if worker is None else served_run.run_worker
     with _with_resume_advice(advice):
         return _finished(run_here(job, extras, functools.partial(_say_starting, num_here)))
-
-
-def net_folder(config: RunConfig, out: Path) -> Path | None:
-    """Return the folder of the files of `debug_net` in the run folder `out`; None for none.
-
-    Raises:
-        ConfigError: each rank names its own new run folder, because the settings name none.
-    """
-    if not config.debug_net:
-        return None
-    if isinstance(config, JobConfig) and config.out is config.resume is None:
-        if is_under_torchrun():
-            raise ConfigError(
-                "debug_net writes to the folder of the run before the ranks can agree on its name; "
-                "give --out FOLDER"
-            )
-    return out / rank_log.FOLDER
 
 
 def train_rank(job: Job, extras: Callbacks = NOTHING) -> Summary | Stopped:
