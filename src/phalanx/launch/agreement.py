@@ -8,13 +8,14 @@ of this package and of torch must be equal too, because messages between ranks m
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from phalanx.errors import ConfigError, named
-from phalanx.launch.failure import PeerFailed
+from phalanx.launch.failure import PeerFailed, lost_peer_code
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.rank_env import RankEnv
 
@@ -41,7 +42,16 @@ def agree(
         #          prepare       wait 0     prepare       wait 2
         #          facts         prepare    facts         prepare         from files of the first
         # rank 0 waits for the last, reads all texts only if one differs, and releases all
+        host = socket.gethostname()
+        store.set(f"host of {env.rank}", host)
         if env.local_rank > 0:
+            # Without this, ranks would share memory, and a GPU by its number, across hosts.
+            if (other := _read(store, f"host of {env.rank - 1}")) != host:
+                raise ConfigError(
+                    f"LOCAL_RANK {env.local_rank} of {host} is rank {env.rank}, but rank "
+                    f"{env.rank - 1} is on {other}: the ranks of a host must be consecutive; deal "
+                    "them out host by host, as mpirun --map-by slot and mpiexec -ppn do"
+                )
             _read(store, env.here.start)
         with PULSE.doing("preparing the job"):
             value = prepare()
@@ -86,7 +96,9 @@ def _read(store: Store, key: int | str) -> str:
         with PULSE.waiting("waiting for other ranks to prepare the job"):
             text = store.get(f"{key}").decode()
     except dist.DistNetworkError as error:
-        raise PeerFailed("the rank that hosts the store has ended") from error
+        failed = PeerFailed("the rank that hosts the store has ended")
+        failed.exit_code = lost_peer_code()
+        raise failed from error
     if text == FAILED:
         raise PeerFailed("another rank could not prepare the job; see that rank's error")
     return text
