@@ -49,8 +49,8 @@ class LaunchConfig:
     """Print a script or manifest that starts the job by other means."""
     join: str | None = None
     """Take a host, c:2, into the job that runs on this machine, at the end of a step."""
-    job: str | None = None
-    """The job that --join means, if several run on this machine."""
+    job: Annotated[int | None, Range(1)] = None
+    """Process of the launcher that --join means, if several run on this machine."""
 
 
 def run(argv: list[str]) -> int:
@@ -105,13 +105,17 @@ def request_of(config: LaunchConfig, command: tuple[str, ...]) -> LaunchRequest:
             raise ConfigError(f"--env {name}: the environment has no {name}; write {name}=VALUE")
         variables[name] = value if has_value else os.environ[name]
     variables.pop(VARIABLE, None)
+    try:
+        ssh = tuple(shlex.split(config.ssh))
+    except ValueError as error:
+        raise ConfigError(f"--ssh is {config.ssh!r}: {error}; expected a command") from None
     return LaunchRequest(
         hosts=hosts,
         command=command,
         folder=os.getcwd(),
         restarts=config.restarts,
         min_ranks=config.min_ranks,
-        ssh=tuple(shlex.split(config.ssh)),
+        ssh=ssh or ("ssh",),
         variables=tuple(sorted(variables.items())),
         port=config.port or 0,
     )
