@@ -71,6 +71,9 @@ PEERS_S: Final = 14.0
 LAST_WORDS_S: Final = 2.0
 """Time for an agent to end, or a rank to say how to resume, in seconds."""
 
+TAKEN_IN: Final = b"taken in"
+"""Answer to a join of a host that can take part."""
+
 NO_FOLDER, NO_PYTHON = 97, 98
 """Exit codes of the command that starts an agent."""
 
@@ -644,7 +647,7 @@ class Launcher:
             report(f"host {remote.host} joins: the ranks save and end after this step")
             self._is_stopping_to_join, self._ended_s = True, time.monotonic()
             self._send_signal(signal.SIGTERM)
-            connection.sendall(b"")
+            connection.sendall(TAKEN_IN)
 
 
 def strategy_of(command: Sequence[str]) -> str | None:
@@ -690,7 +693,8 @@ def join(host: Host, job: int | None) -> str:
             )
         running[chosen[0]].sendall(str(host).encode())
         with running[chosen[0]].makefile("rb") as answer:
-            return answer.read().decode()
+            words = answer.read() or b"the job has ended"
+            return "" if words == TAKEN_IN else words.decode()
 
 
 def dry_run(request: LaunchRequest) -> Generator[str]:
