@@ -286,6 +286,7 @@ class Agent:
             generation=message["generation"],
             strategy=message["strategy"],
             first=message["original"],
+            restarts=message["restarts"],
             run=message["run"],
         )
         for local_rank in range(message["num_here"]):

@@ -426,6 +426,7 @@ class Launcher:
                     **{"first": num_before, "num_here": num_here, "num_ranks": num_ranks},
                     **{"address": address, "port": port, "command": self._request.command},
                     **{"strategy": strategy, "original": self._strategy, "run": run},
+                    restarts=self._request.restarts,
                 )
             num_before += num_here
 
