@@ -45,7 +45,7 @@ class LaunchConfig:
     """Port of the first host by which the ranks meet; unset: a free one."""
     dry_run: bool = False
     """Print what would be run on each host."""
-    print: Literal["torchrun", "slurm", "pytorchjob", "jobset", "env"] | None = None
+    print: Literal["torchrun", "slurm", "pytorchjob", "jobset", "env", "dockerfile"] | None = None
     """Print a script or manifest that starts the job by other means."""
     join: str | None = None
     """Take a host, c:2, into the job that runs on this machine, at the end of a step."""
