@@ -15,10 +15,11 @@ from phalanx.errors import ConfigError
 from phalanx.launch.hosts import LaunchRequest, parse_host, parse_hosts, read_hostfile
 from phalanx.launch.launched import VARIABLE
 
-TAKEN_ALONG: Final = re.compile(
-    "(PHALANX|NCCL|GLOO|TORCH|OMP|MKL|HF|CUDA)_.*|PATH|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV"
-)
+TAKEN_ALONG: Final = re.compile("(PHALANX|NCCL|GLOO|TORCH|OMP|MKL|HF|CUDA)_.*")
 """Names of the environment variables that the ranks of all hosts get."""
+
+OF_SYSTEM: Final = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+"""Those that they get by ssh, but that no other way of starting them should take from here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +99,19 @@ def request_of(config: LaunchConfig, command: tuple[str, ...]) -> LaunchRequest:
             f"the command after -- is {words}; expected train, run SCRIPT, verify or bench "
             "scaling, such as: phalanx launch --hosts a:2,b:2 -- train --strategy dp4"
         )
-    variables = {name: value for name, value in os.environ.items() if TAKEN_ALONG.fullmatch(name)}
+    of_system = OF_SYSTEM if config.print is None else ()
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if TAKEN_ALONG.fullmatch(name) or name in of_system
+    }
     for word in config.env:
         name, has_value, value = word.partition("=")
         if not has_value and name not in os.environ:
             raise ConfigError(f"--env {name}: the environment has no {name}; write {name}=VALUE")
         variables[name] = value if has_value else os.environ[name]
-    variables.pop(VARIABLE, None)
+    for name in (VARIABLE, "TORCH_CPP_LOG_LEVEL"):  # which `phalanx` itself has set
+        variables.pop(name, None)
     try:
         ssh = tuple(shlex.split(config.ssh))
     except ValueError as error:

@@ -310,8 +310,11 @@ class Agent:
     def _fork(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Start a process of `function(*args, outputs, line, folder)`."""
         context = prepare_server()
-        pipes = [context.Pipe(duplex=False) for _ in range(2 if number >= 0 else 0)]
-        ours, theirs = context.Pipe()
+        num_outputs = 2 if number >= 0 else 0
+        # Their class depends on the platform.
+        pipes: list[tuple[Any, Any]] = [context.Pipe(duplex=False) for _ in range(num_outputs)]
+        ends: tuple[Any, Any] = context.Pipe()
+        ours, theirs = ends
         outputs = [write for _, write in pipes]
         all_args = (*args, outputs, theirs, str(self._folder))
         process = context.Process(target=function, args=all_args)
