@@ -430,7 +430,7 @@ def bandwidth(
             to_s = max(to_s, _line(connection, 4 * LIMIT_S))
         with asking(address, port, f"send {seconds} {num_bytes}") as connection:
             from_s = max(from_s, _take(connection, seconds, num_bytes))
-        cure = _cure_of_slow(host, peer, to_s, from_s)
+        cure = cure_of_slow(host, peer, to_s, from_s)
         tries = tries - 1 if cure else 0
     return Finding(
         check="TCP",
@@ -440,7 +440,7 @@ def bandwidth(
     )
 
 
-def _cure_of_slow(host: str, peer: str, to_s: float, from_s: float) -> str:
+def cure_of_slow(host: str, peer: str, to_s: float, from_s: float) -> str:
     """Return the cure of a slow link, or of one slow way; else an empty text."""
     slow, fast = min(to_s, from_s), max(to_s, from_s)
     look = (
