@@ -147,30 +147,48 @@ class Remote:
                 ours = ", ".join(f"{each} {own[each]}" for each in unlike)
                 return f"host {name} has {theirs}, but this machine has {ours}; install the same"
             return ""
-        words = printable(self.errors.strip().rpartition("\n")[2])
-        if code == NO_FOLDER:
-            return f"host {name} has no folder {folder}; make it, or share it by NFS"
-        if code == NO_PYTHON:
-            return (
-                f"host {name} has no {sys.executable}; install the same environment at the same "
-                "path, or share its folder"
-            )
-        if "No module named" in self.errors:
-            return (
-                f"host {name}: {words}; install phalanx there by: {sys.executable} -m pip install "
-                "phalanx-train, or give PYTHONPATH"
-            )
-        for pattern, cure in CURES.items():
-            if any(word.lower() in self.errors.lower() for word in pattern.split("|")):
-                return f"host {name}: {cure.format(target=self.host.target, name=name)} ({words})"
-        if code is None:
-            return f"host {name} did not answer in time; see: ssh {self.host.target} true"
-        return f"host {name}: its agent ended with exit code {code}: {words or 'without a word'}"
+        return why_no_agent(self.host, code, self.errors, folder)
 
 
-def agent_command(host: Host, request: LaunchRequest, connect_s: float = CONNECT_S) -> list[str]:
-    """Return the command that starts the agent of a host."""
-    agent = [sys.executable, "-P", "-m", "phalanx.launch.agent"]
+def why_no_agent(host: Host, code: int | None, errors: str, folder: str) -> str:
+    """Return a sentence on why no agent answers, with the cure.
+
+    Args:
+        host: the host of the agent.
+        code: exit code of the command that starts the agent; None while it runs.
+        errors: the error output of that command.
+        folder: the working folder.
+    """
+    name = host.name
+    words = printable(errors.strip().rpartition("\n")[2])
+    if code == NO_FOLDER:
+        return f"host {name} has no folder {folder}; make it, or share it by NFS"
+    if code == NO_PYTHON:
+        return (
+            f"host {name} has no {sys.executable}; install the same environment at the same "
+            "path, or share its folder"
+        )
+    if "No module named" in errors:
+        return (
+            f"host {name}: {words}; install phalanx there by: {sys.executable} -m pip install "
+            "phalanx-train, or give PYTHONPATH"
+        )
+    for pattern, cure in CURES.items():
+        if any(word.lower() in errors.lower() for word in pattern.split("|")):
+            return f"host {name}: {cure.format(target=host.target, name=name)} ({words})"
+    if code is None:
+        return f"host {name} did not answer in time; see: ssh {host.target} true"
+    return f"host {name}: its agent ended with exit code {code}: {words or 'without a word'}"
+
+
+def agent_command(
+    host: Host,
+    request: LaunchRequest,
+    connect_s: float = CONNECT_S,
+    module: str = "phalanx.launch.agent",
+) -> list[str]:
+    """Return the command that starts the agent of a host, which is a module."""
+    agent = [sys.executable, "-P", "-m", module]
     if host.is_local:
         return agent
     if path := os.environ.get("PYTHONPATH"):
