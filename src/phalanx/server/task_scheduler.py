@@ -64,7 +64,7 @@ class Tasks:
 
     @property
     def num_live(self) -> int:
-        """Number of live workers, without those of other groups."""
+        """Number of live workers that are not of other groups."""
         slots = set(range(self.num_slots)) - self.elsewhere
         return sum(not self.is_lost(worker) for worker in slots)
 
