@@ -14,9 +14,9 @@ from typing import Final
 
 from phalanx.report.svg import LETTER, ROW, Box, SvgDrawing
 from phalanx.report.tabular import Table
-from phalanx.show.served_job import draw_roles, height_of_roles
 from phalanx.show.lanes import draw_lanes, height_of_lanes
-from phalanx.show.shown import Frame, ServedJob, Lanes, Shown, Strip
+from phalanx.show.served_job import draw_roles, height_of_roles
+from phalanx.show.shown import Frame, Lanes, ServedJob, Shown, Strip
 from phalanx.show.tables import sent_text
 
 # In pixels.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from phalanx.report.tabular import Line, Number, Part, Table
 from phalanx.report.units import percent
-from phalanx.show.shown import Frame, ServedJob, Lanes, Outcome, Shown, Strip
+from phalanx.show.shown import Frame, Lanes, Outcome, ServedJob, Shown, Strip
 
 
 def printed(shown: Shown) -> Iterator[Part]:
