@@ -29,7 +29,7 @@ from phalanx.errors import (
     shortened,
     within_limits,
 )
-from phalanx.launch import interface, schedulers
+from phalanx.launch import interface, link, schedulers
 from phalanx.launch.agreement import agree, failing_together
 from phalanx.launch.failure import (
     READER_LEFT,
@@ -135,7 +135,7 @@ def joined(
         device = _use_device(env, device)
         torch.set_num_threads(threads or max(1, num_cores() // env.num_here))
         join.raise_file_limit()
-        with within_limits(f"rank {env.rank} cannot join the job"):
+        with within_limits(f"rank {env.rank} cannot join the job"), link.explained(env):
             store = meet(env, timeout_s)
         # The watch runs from the second on, so that a rank that never joins is named too:
         #
@@ -200,6 +200,7 @@ def _join(env: RankEnv, store: Store, device: str, timeout_s: float) -> None:
     address = interface.choose(dist.PrefixStore("interface", store), env)
     try:
         with PULSE.doing("joining the job"):
+            link.check_links(dist.PrefixStore("links", store), env, address)
             own_store = dist.PrefixStore("join", store)
             join.join(env.rank, env.num_ranks, store=own_store, device=device, timeout_s=timeout_s)
     except RuntimeError as error:
@@ -363,7 +364,7 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
     if is_others:
         with handled_in_thread(lambda _: leave(1)):  # on torchrun's signal, exit without a message
             time.sleep(QUIET_S)
-        leave(1)
+        leave(error.exit_code if isinstance(error, PeerFailed) else 1)
     ignore()
     rank = printable(os.environ["RANK"])
     if limit := out_of_threads(error):
