@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from launch.slurm_stand_in import options_of, programs, sbatch
+from phalanx.cli.main import main
 from phalanx.config.file import to_toml
 from phalanx.errors import ConfigError
 from phalanx.launch.hosts import Host, LaunchRequest, parse_hosts
@@ -225,7 +226,6 @@ def test_the_image_has_the_versions_of_this_process() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("jobsets", {}, r"--print is jobsets \(did you mean 'jobset'\?\); expected one of torch"),
         ("slurm", {"hosts": parse_hosts("a:2,b")}, "host b has no number of ranks.* as b:2$"),
         (
             "jobset",
@@ -243,6 +243,20 @@ def test_what_a_text_cannot_say_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         text(kind, replace(REQUEST, **changes))
+
+
+def test_the_command_line_prints_what_it_is_told_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    words = "launch --hosts a:1,b:1 --env NCCL_DEBUG=INFO --print env -- train --out runs".split()
+    assert main(words) == 0
+    request = LaunchRequest(
+        hosts=parse_hosts("a:1,b:1"),
+        **{"command": ("train", "--out", "runs"), "folder": os.getcwd()},
+        variables=(("NCCL_DEBUG", "INFO"),),
+    )
+    assert capsys.readouterr().out == text("env", request)
 
 
 @pytest.mark.parametrize(
