@@ -148,7 +148,7 @@ else
 fi
 if [ $HAS_SSH = yes ]; then
     show node1 ssh node2 hostname
-    show node1 phalanx doctor --hosts node1:1,node2:1 --out /srv/phalanx
+    show node1 phalanx doctor --hosts node1:1,node2:1 --out /srv/phalanx --write /srv/phalanx/pair.json
     show node1 phalanx launch --hosts node1:1,node2:1 -- $TRAIN --out /srv/phalanx/first
 else
     printf '\nno ssh, doctor and launch: sshd is not installed\n'
