@@ -1,18 +1,20 @@
 """Faults in an order that a seed fixes, and what each cost a run: pure, so that goldens pin it.
 
-    records   1 2 3 ... L     |  repeated  F ... L |  L+1 ... N      step records as they appear
-    time      ------------ x  !  ..................^  --------       x struck   ! detected
-                           |<->|<- next step ->|
-                           |<- lost: from L to L+1, minus one step of the median time ->|
+steps     1 2 3 ... L                    F ... L   L+1        records as they appear
+time      -------- x        !            ^                    x fault   ! its detection
+                   |detected|next step   |repeated|
+                  |<------------- lost ---------->|           minus one step's time
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal, NamedTuple
 
 KINDS: Final = {
     "rank": "kill -9 of a rank other than rank 0",
@@ -23,18 +25,20 @@ KINDS: Final = {
     "cut": "the link of a host down for --for-s",
     "slow": "the link of a host at --mbit for --for-s",
     "disk": "the disk of the run's folder full for --for-s",
-    "clock": "time.time() of rank 0 moved by an hour",
+    "clock": "time.time() of rank 0 an hour ahead",
 }
 """Kind of a fault -> what it does."""
 
+LOSING: Final = tuple(KINDS)[:6]
+"""Kinds by which a job loses ranks, which the launcher must detect."""
 
-@dataclass(frozen=True)
-class Fault:
+
+class Fault(NamedTuple):
     """A fault of an order.
 
     Attributes:
         step: the fault strikes once this step is recorded.
-        victim: any number; modulo the ranks, or hosts, that the job has then, it chooses one.
+        victim: any number; modulo the ranks, or hosts, that the job then has, it chooses one.
         pause: part of the time of a step to wait after the record, in [0, 1).
     """
 
@@ -47,100 +51,42 @@ class Fault:
 def order_of(seed: int, kinds: Sequence[str], number: int, steps: int) -> list[Fault]:
     """Return `number` faults at rising steps; each kind occurs as often as any other, or once more.
 
-    Step s of fault i is in part i of `number` + 1 equal parts of the run, whose last has none.
+    Fault i strikes in part i of `number` + 1 equal parts of the run, the last of which has none.
     """
     chance = random.Random(seed)
     drawn: list[str] = []
     while len(drawn) < number:
         drawn += chance.sample(list(kinds), len(kinds))
-    room = steps // (number + 1)
+    room = max(1, steps // (number + 1))
     return [
-        Fault(kind, 1 + at * room + chance.randrange(max(1, room)), chance.getrandbits(16), pause)
-        for at, (kind, pause) in enumerate((kind, chance.random()) for kind in drawn[:number])
+        Fault(kind, at * room + chance.randint(1, room), chance.getrandbits(16), chance.random())
+        for at, kind in enumerate(drawn[:number])
     ]
 
 
-@dataclass
-class Strike:
-    """A fault that has struck, in seconds of the observer's clock.
-
-    Attributes:
-        who: the rank, host or folder.
-        at_s: when it struck.
-        until_s: when the fault itself was over, such as a cut; `at_s` for a kill.
-        load: load average of the machine at that time.
-        by_bench: whether the launcher ended, and the bench started it again.
-    """
+class Strike(NamedTuple):
+    """A fault that struck, from `at_s` until it was over, and the load average at that time."""
 
     fault: Fault
     who: str
     at_s: float
     until_s: float
     load: float
-    by_bench: bool = False
-
-
-@dataclass
-class Seen:
-    """What an observer saw of a run: records, with the seconds at which each appeared.
-
-    Attributes:
-        steps: a (seconds, step record) for each taken step, repeated ones too.
-        losses: (seconds, launcher's words) for each time that the launcher noticed a loss.
-        sent: (seconds, bytes that rank 0 sends in a step) for each generation.
-        strategies: (seconds, strategy) for each generation.
-    """
-
-    steps: list[tuple[float, dict[str, Any]]] = field(default_factory=list[Any])
-    losses: list[tuple[float, str]] = field(default_factory=list[Any])
-    sent: list[tuple[float, float]] = field(default_factory=list[Any])
-    strategies: list[tuple[float, str]] = field(default_factory=list[Any])
-
-    def add(self, at_s: float, record: dict[str, Any]) -> None:
-        """Take a record of metrics.jsonl."""
-        if record["kind"] == "step":
-            self.steps.append((at_s, record))
-        elif record["kind"] == "config":
-            self.strategies.append((at_s, record["strategy"]))
-        elif record["kind"] == "ranks" and record.get("sent"):
-            self.sent.append((at_s, sum(size for _, size in record["sent"].values())))
-
-    @property
-    def last_step(self) -> int:
-        """The highest step that has a record; 0 before the first."""
-        return max((record["step"] for _, record in self.steps), default=0)
-
-    @property
-    def final(self) -> dict[int, dict[str, Any]]:
-        """Step -> its last record: those of the run as it continued."""
-        return {record["step"]: record for _, record in self.steps}
-
-    @property
-    def step_s(self) -> float:
-        """Median time of a step."""
-        times = [b - a for (a, one), (b, next_) in zip(self.steps, self.steps[1:], strict=False)
-                 if next_["step"] == one["step"] + 1]  # fmt: skip
-        return statistics.median(times) if times else 0.0
-
-    def has_recovered(self, strike: Strike) -> bool:
-        """Return whether a step that is new was taken after the fault and each detected loss."""
-        after_s = max([strike.until_s, *(at for at, _ in self.losses if at >= strike.at_s)])
-        before = max((r["step"] for at, r in self.steps if at <= after_s), default=0)
-        return any(at > after_s and r["step"] > before for at, r in self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Cost:
     """What a fault cost; a time is None if it never came.
 
     Attributes:
-        step: last step that was recorded before the fault.
+        step: the last step that was recorded before the fault.
         detected_s: from the fault until the launcher noticed a loss.
-        next_step_s: from that until a next step.
+        next_step_s: from then until a step was taken again.
         repeated: steps taken twice.
         lost_s: time without progress.
-        again_bytes: bytes that a rank sent again for the repeated steps.
-        strategy: strategy of the run afterwards.
+        again_bytes: bytes that a rank sent for the repeated steps.
+        strategy: how the run continued.
+        load: load average of the machine when the fault struck.
     """
 
     kind: str
@@ -153,39 +99,89 @@ class Outcome:
     again_bytes: float
     strategy: str
     load: float
-    by_bench: bool
 
 
-def outcome_of(seen: Seen, strike: Strike, end_s: float) -> Outcome:
-    """Return what a fault cost; `end_s` is when the next fault struck, or the run ended."""
-    before = [(at, r["step"]) for at, r in seen.steps if at <= strike.at_s]
-    begin_s, step = before[-1] if before else (strike.at_s, 0)
-    lost = [at for at, _ in seen.losses if strike.at_s <= at < end_s]
-    taken = [(at, r["step"]) for at, r in seen.steps if strike.at_s < at <= end_s]
-    next_s: float | None = None
-    repeated = 0
-    highest = step
-    over_s = strike.until_s
-    if lost:  # steps between the fault and its detection were taken by those that it did not stop
-        highest = max([step, *(each for at, each in taken if at <= lost[-1])])
-        resumed = [(at, each) for at, each in taken if at > lost[-1]]
-        next_s = resumed[0][0] if resumed else None
+Kind = Literal["step", "lost", "sent", "strategy"]
+
+
+@dataclass
+class Timeline:
+    """What an observer saw of a run, in seconds of its own clock.
+
+    Attributes:
+        events: a (seconds, kind, value) each: "step", its record, repeated ones too; "lost", the
+            launcher's words; for each generation "strategy", and "sent", bytes of rank 0 in a step.
+    """
+
+    events: list[tuple[float, Kind, Any]] = field(default_factory=list[tuple[float, Kind, Any]])
+
+    def add(self, at_s: float, record: dict[str, Any]) -> None:
+        """Take a record of metrics.jsonl."""
+        if record["kind"] == "step":
+            self.events.append((at_s, "step", record))
+        elif record["kind"] == "config":
+            self.events.append((at_s, "strategy", record["strategy"]))
+        elif record["kind"] == "ranks" and record.get("sent"):
+            self.events.append((at_s, "sent", sum(size for _, size in record["sent"].values())))
+
+    def of(
+        self, kind: Kind, after_s: float = -math.inf, until_s: float = math.inf
+    ) -> list[tuple[float, Any]]:
+        """Return the (seconds, value) of a kind, later than `after_s` and not than `until_s`."""
+        return [(at, each) for at, is_of, each in self.events if is_of == kind
+                and after_s < at <= until_s]  # fmt: skip
+
+    def steps(self, *span_s: float) -> list[tuple[float, int]]:
+        """Return the (seconds, number) of each step in a span of `of`."""
+        return [(at, record["step"]) for at, record in self.of("step", *span_s)]
+
+    @property
+    def final(self) -> dict[int, dict[str, Any]]:
+        """Step -> its last record, in order: the steps that led to the final weights."""
+        records: dict[int, dict[str, Any]] = {}
+        for _, record in self.of("step"):
+            for undone in [step for step in records if step >= record["step"]]:
+                del records[undone]
+            records[record["step"]] = record
+        return records
+
+    @property
+    def step_s(self) -> float:
+        """Median time of a step; 0 before the second."""
+        steps = self.steps()
+        pairs = itertools.pairwise(steps)
+        times = [end - begin for (begin, one), (end, other) in pairs if other == one + 1]
+        return statistics.median(times) if times else 0.0
+
+    def has_recovered(self, strike: Strike) -> bool:
+        """Return whether the job has gone on after a fault, by a step that is new."""
+        lost = self.of("lost", strike.at_s)
+        if strike.fault.kind in LOSING and not lost:
+            return False
+        after_s = max([strike.until_s, *(at for at, _ in lost)])
+        before = max((step for _, step in self.steps(-math.inf, after_s)), default=0)
+        return any(step > before for _, step in self.steps(after_s))
+
+    def cost_of(self, strike: Strike, end_s: float) -> Cost:
+        """Return what a fault cost until `end_s`, when the next one struck, or the run ended."""
+        begin_s, step = (self.steps(-math.inf, strike.at_s) or [(strike.at_s, 0)])[-1]
+        lost = [at for at, _ in self.of("lost", strike.at_s, end_s)]
+        over_s = lost[-1] if lost else strike.until_s
+        # Between the fault and its detection, ranks that it did not reach may complete a step.
+        highest = max([step, *(each for _, each in self.steps(strike.at_s, over_s))])
+        resumed = self.steps(over_s, end_s)
+        back = next((pair for pair in resumed if pair[1] > highest), (end_s, step))
         repeated = sum(each <= highest for _, each in resumed)
-        over_s = max(over_s if strike.fault.kind == "slow" else 0.0, lost[-1])
-    new = [(at, each) for at, each in taken if at > over_s and each > highest]
-    back_s, back = new[0] if new else (end_s, step)
-    sent = [size for at, size in seen.sent if at <= strike.at_s] or [0.0]
-    after = [text for at, text in seen.strategies if at < end_s] or [""]
-    return Outcome(
-        kind=strike.fault.kind,
-        who=strike.who,
-        step=step,
-        detected_s=lost[0] - strike.at_s if lost else None,
-        next_step_s=next_s - lost[0] if lost and next_s is not None else None,
-        repeated=repeated,
-        lost_s=max(0.0, back_s - begin_s - (back - step) * seen.step_s),
-        again_bytes=repeated * sent[-1],
-        strategy=after[-1],
-        load=strike.load,
-        by_bench=strike.by_bench,
-    )
+        sent = self.of("sent", -math.inf, strike.at_s) or [(0.0, 0.0)]
+        return Cost(
+            kind=strike.fault.kind,
+            who=strike.who,
+            step=step,
+            detected_s=lost[0] - strike.at_s if lost else None,
+            next_step_s=resumed[0][0] - lost[0] if lost and resumed else None,
+            repeated=repeated,
+            lost_s=max(0.0, back[0] - begin_s - (back[1] - step) * self.step_s),
+            again_bytes=repeated * sent[-1][1],
+            strategy=(self.of("strategy", -math.inf, end_s) or [(0.0, "")])[-1][1],
+            load=strike.load,
+        )

@@ -1,18 +1,20 @@
 """A job that `phalanx launch` keeps running while faults strike it, and what each fault cost.
 
-    this process   start the launcher | read its lines and metrics.jsonl | strike | judge
-    launcher       --ssh--> agents, ranks                                   ^ kill, stop, cut ...
-    undisturbed    the same steps in one process, whose weights and losses must be equal
+    this process   start the launcher | read its lines and metrics.jsonl | strike | ... | compare
+    launcher       --ssh--> agents --> ranks                                ^ kill, stop, cut ...
+    undisturbed    the same steps in one process: losses and weights must be equal
 
-The bench harms nothing but its own job: it finds the processes by their working folder, which it
-has made itself, and fills no disk but one that it has mounted there.
+The bench harms its own job alone: it knows the processes by their working folder, which it has
+made, and fills no disk but one that it has mounted in that folder.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
+import re
 import shlex
 import shutil
 import signal
@@ -21,57 +23,57 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from phalanx.bench.fault_order import KINDS, Fault, Outcome, Seen, Strike, order_of, outcome_of
+from phalanx.bench.fault_order import KINDS, LOSING, Fault, Strike, Timeline, order_of
 from phalanx.bench.verb import BenchResult, PrintLine, ResultConfig
 from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.tensor_file import open_file
 from phalanx.config.fields import SEED, STEPS, Positional, Range
-from phalanx.errors import CheckpointError, ConfigError, nearest
+from phalanx.errors import ConfigError, nearest
 from phalanx.launch.hosts import Host, parse_hosts
 from phalanx.measure.logs import METRICS_FILE
 from phalanx.report.output import values_of
 from phalanx.report.tabular import Line, Number, Table
 from phalanx.report.units import MIB
+from phalanx.strategy import Strategy
 
 SMALL: Final = (
     "train --precision float64 --device cpu --threads 1 --eval-every 0 --save-every 10 "
+    "--data text.txt --corpus.seq-len 32 --corpus.validation 0.1 --corpus.cache cache "
     "--shape.num-layers 2 --shape.hidden 32 --shape.num-heads 2 --shape.num-kv-heads 2 "
     "--shape.ffn 48 --shape.vocab-size 300 --shape.max-seq-len 64 --shape.dropout 0.1 "
-    "--corpus.seq-len 32 --corpus.validation 0.1 --batch.global-size 12 --batch.microbatch 1"
+    "--batch.global-size 12 --batch.microbatch 1"
 )
-"""The job if no other is given; 12 rows a step, which 1, 2, 3, 4 and 6 data ranks divide."""
+"""The job if no other is given: 12 rows a step, which 1, 2, 3, 4 and 6 data ranks divide."""
 
 MOST_APART: Final = 1e-10
-"""Largest difference of losses and float64 weights from those of the undisturbed run."""
+"""Largest difference from losses, relative, and float64 weights of the undisturbed run."""
 
 SETTLING_S: Final = 30.0
-"""Time in which the processes of a host that a cut has separated must end, in seconds."""
+"""Time in which the processes of a host that the job has lost must end, in seconds."""
 
-DISK_BYTES: Final = 1 << 26
+DISK: Final = "size=64m"
 """Size of the disk that the bench mounts to fill it."""
-
-TICK_S: Final = 0.02
 
 _PROCESSES: Final = """
 import json, os, sys
 own = os.readlink("/proc/self/ns/net")
 for pid in filter(str.isdecimal, os.listdir("/proc")):
     try:
-        if os.readlink(f"/proc/{pid}/cwd") == sys.argv[1]:
-            if os.readlink(f"/proc/{pid}/ns/net") == own and int(pid) != os.getpid():
-                stat = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()
-                words = open(f"/proc/{pid}/cmdline").read().split("\\0")
-                print(json.dumps([int(stat[19]), int(pid), int(stat[1]), words]))
+        links = [os.readlink(f"/proc/{pid}/{name}") for name in ("cwd", "ns/net")]
+        if links == [sys.argv[1], own] and int(pid) != os.getpid():
+            stat = open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()
+            words = open(f"/proc/{pid}/cmdline").read().replace("\\0", " ")
+            print(json.dumps([int(stat[19]), int(pid), int(stat[1]), words]))
     except OSError:
         pass
 """
-"""Prints start time, pid, parent's pid and words of each process of a folder on this host."""
+"""Prints start time, pid, parent and words of each process in a folder and network namespace."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,165 +96,158 @@ class FaultsConfig(ResultConfig):
     seed: Annotated[int, SEED] = 0
     """Fixes which fault strikes when and whom."""
     for_s: Annotated[float, Range(0, 3600, "(]")] = 60.0
-    """How long a cut, a slow link or a full disk lasts, in seconds."""
+    """How long a cut, a slow link, a full disk or a moved clock lasts, in seconds."""
     mbit: Annotated[float, Range(0, ends="()")] = 1.0
     """Rate of a slow link, in Mbit/s."""
     ssh: str = "ssh"
     """The command ssh, with options of your own."""
-    launch: str = ""
-    """Further options of `phalanx launch`."""
+    launch: str = "--min-ranks=1"
+    """Options of `phalanx launch`, beside --hosts, --ssh and --restarts."""
     limit_s: Annotated[float, Range(0, ends="()")] = 240.0
-    """Longest time without a new step, in seconds, after which the bench ends the job."""
+    """Time without a new step, in seconds, after which the bench ends the job."""
 
 
 class Site:
-    """The hosts of a job, and what the bench can do to the job there."""
+    """The hosts of a job, and what the bench can do to the job there.
+
+    Attributes:
+        launcher: pid of the launcher; 0 before it has started.
+        links: host -> its interface, and namespace and interface at the other end of its link;
+            None for a host that is no network namespace of this machine.
+        pids: all processes of the job that were ever listed.
+    """
 
     def __init__(self, config: FaultsConfig, folder: Path) -> None:
-        """Look which hosts are network namespaces of this machine."""
-        from phalanx.strategy import Strategy
-
+        self.config, self.folder, self.ssh = config, folder, shlex.split(config.ssh)
         num_ranks = Strategy.parse(config.strategy).num_ranks
         self.hosts = parse_hosts(config.hosts or f"localhost:{num_ranks}")
-        self.folder, self.ssh = folder, shlex.split(config.ssh)
-        self.launcher: subprocess.Popen[str] | None = None
+        self.launcher, self.pids = 0, set[int]()
+        self.links: dict[str, tuple[str, str, str] | None] = {}
         listed = _output("ip", "netns", "list") if shutil.which("ip") else ""
-        names = {line.split()[0] for line in listed.splitlines() if line.strip()}
-        self.links = {host.name: self._link(host.name, names) for host in self.hosts}
-        self.pids: set[int] = set()
+        for name in (host.name for host in self.hosts):
+            self.links[name] = None
+            if re.search(rf"^{re.escape(name)}\b", listed, re.MULTILINE):
+                #   2: v0@if3: <BROADCAST ... \n  link/ether ... link-netns switch
+                links = _output("ip", "-n", name, "link")
+                if ends := re.search(r"^\d+: (\S+)@if(\d+):.*\n.* link-netns (\S+)", links, re.M):
+                    far = re.search(
+                        rf"^{ends[2]}: ([^@:]+)", _output("ip", "-n", ends[3], "link"), re.M
+                    )
+                    self.links[name] = ends[1], ends[3], "" if far is None else far[1]
 
-    @staticmethod
-    def _link(name: str, namespaces: set[str]) -> tuple[str, str, str] | None:
-        """Return a host's interface, and namespace and interface at its link's other end."""
-        if name not in namespaces:
-            return None
-        for own in json.loads(_output("ip", "-j", "-n", name, "link")):
-            for other in namespaces - {name}:
-                for far in json.loads(_output("ip", "-j", "-n", other, "link")):
-                    ends = (far["ifindex"], far.get("link_index"))
-                    if (own.get("link_index"), own["ifindex"]) == ends:
-                        return own["ifname"], other, far["ifname"]
-        return None
-
-    def allows(self, kind: str) -> str:
-        """Return why a fault of this kind is impossible here; "" if it is possible."""
-        if kind in ("cut", "slow") and None in self.links.values():
-            plain = next(name for name, link in self.links.items() if link is None)
-            return (
-                f"the link of {plain} cannot be changed, which is no network namespace of this "
-                "machine; the nearest is stop"
-            )
-        if kind in ("cut", "ssh") and all(host.is_local for host in self.hosts):
-            return "all ranks are on this host, which needs no ssh; the nearest is host"
-        if kind == "disk" and (os.geteuid() or not all(host.is_local for host in self.hosts)):
-            return "a disk of its own needs root, and all ranks on this host; the nearest is stop"
+    def refusal(self, kind: str) -> str:
+        """Return why a fault of a kind is impossible on these hosts; "" if it is possible."""
+        if kind not in KINDS:
+            return f"'{kind}' is no kind of fault{nearest(kind, KINDS)}; {', '.join(KINDS)} are"
+        is_here = all(host.is_local for host in self.hosts)
+        plain = [name for name, link in self.links.items() if link is None]
+        if kind in ("cut", "slow") and plain:
+            return f"no {kind}: {plain[0]} is no network namespace of this machine; try stop"
+        if kind in ("cut", "ssh") and is_here:
+            return f"no {kind}: all ranks are on this host; the nearest is host"
+        if kind == "disk" and not (is_here and os.geteuid() == 0):
+            return "no disk: it needs root to mount one, and all ranks on this host; try stop"
         return ""
 
     def on(self, host: Host, *words: str) -> str:
-        """Run a command on a host and return its output; "" if the host cannot be reached."""
+        """Return what a command prints on a host; "" if the host cannot be reached."""
         if not host.is_local:
             options = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
             words = (*self.ssh, *options, host.target, shlex.join(words))
         return _output(*words)
 
-    def processes(self, host: Host) -> list[tuple[int, int, int, list[str]]]:
+    def processes(self, host: Host) -> list[tuple[int, int, int, str]]:
         """Return start, pid, parent and words of each process of the job on a host, in order.
 
-        The launcher and its children ssh, which are of no host, are left out.
+        Launcher and its ssh are left out, which are the job's on no host.
         """
         lines = self.on(host, sys.executable, "-c", _PROCESSES, str(self.folder)).splitlines()
-        listed = [tuple[Any, ...](json.loads(line)) for line in lines]
-        launcher = 0 if self.launcher is None else self.launcher.pid
-        kept = [
+        listed = sorted(tuple[Any, ...](json.loads(line)) for line in lines)
+        ssh = " ".join(self.ssh)
+        listed = [
             each
             for each in listed
-            if each[1] != launcher and not (each[2] == launcher and self.is_ssh(each[3]))
+            if each[1] != self.launcher
+            and not (each[2] == self.launcher and each[3].startswith(ssh))
         ]
-        self.pids |= {each[1] for each in kept}
-        return sorted(kept)
-
-    def is_ssh(self, words: Sequence[str]) -> bool:
-        """Return whether these are the words of the command ssh."""
-        return list(words[: len(self.ssh)]) == self.ssh
+        self.pids |= {pid for _, pid, *_ in listed}
+        return listed
 
     def ranks(self) -> list[tuple[Host, int]]:
         """Return the host and pid of each rank, in the order of the ranks."""
-        #   agent -> forkserver -> store (first host only), rank, rank ...      by start time
+        #   agent -> forkserver -> store (of the first host), rank, rank ...    by start time
         pairs: list[tuple[Host, int]] = []
         for host in self.hosts:
             listed = self.processes(host)
-            words = {pid: " ".join(each) for _, pid, _, each in listed}
-            agents = {pid for pid in words if "phalanx.launch.agent" in words[pid]}
+            agents = {pid for _, pid, _, words in listed if "phalanx.launch.agent" in words}
             servers = {pid for _, pid, parent, _ in listed if parent in agents}
-            pairs += [
-                (host, pid)
-                for _, pid, parent, _ in listed
-                if parent in servers and "forkserver" in words[pid] and parent in words
-            ]
+            pairs += [(host, pid) for _, pid, parent, _ in listed if parent in servers]
         return pairs[1:]
 
-    def strike(self, fault: Fault, config: FaultsConfig) -> tuple[str, Callable[[], object] | None]:
-        """Do what the fault says; return whom it struck, and what ends it."""
-        kind = fault.kind
+    def strike(self, fault: Fault) -> tuple[str, Callable[[], object] | None]:
+        """Do what a fault says; return whom it struck, and what ends it if it lasts."""
+        kind, folder = fault.kind, self.folder
         if kind in ("rank", "rank0", "stop"):
             ranks = self.ranks()
-            least = 1 if kind == "rank" and len(ranks) > 1 else 0
+            least = int(kind == "rank" and len(ranks) > 1)
             number = 0 if kind == "rank0" else least + fault.victim % (len(ranks) - least)
             host, pid = ranks[number]
             self.on(host, "kill", "-STOP" if kind == "stop" else "-KILL", str(pid))
             return f"rank {number} on {host.name}", None
         if kind == "clock":
-            (self.folder / "clock").write_text("3600")
-            return "rank 0", (self.folder / "clock").unlink
+            (folder / "clock").write_text("3600")
+            return "rank 0", lambda: (folder / "clock").write_text("0")
         if kind == "disk":
-            filler = self.folder / "disk" / "filler"
+            filler = folder / "disk" / "filler"
             with suppress(OSError), filler.open("wb", buffering=0) as file:
                 while True:
                     file.write(bytes(1 << 16))
-            return str(filler.parent), filler.unlink
+            return "the run's folder", filler.unlink
         hosts = [host for host in self.hosts if self.processes(host)]
-        if kind in ("ssh", "cut"):  # the launcher's own host has no link to the launcher
-            hosts = [host for host in hosts if not host.is_local] or hosts
+        if kind in ("ssh", "cut"):  # the launcher needs no link to its own host
+            hosts = [host for host in hosts if not host.is_local]
+        if not hosts:
+            return "nobody", None
         host = hosts[fault.victim % len(hosts)]
         if kind == "host":
-            pids = [str(pid) for _, pid, *_ in self.processes(host)]
-            self.on(host, "kill", "-KILL", *pids)
+            self.on(host, "kill", "-KILL", *(str(pid) for _, pid, *_ in self.processes(host)))
             return host.name, None
         if kind == "ssh":
-            assert self.launcher is not None
-            for child in Path(f"/proc/{self.launcher.pid}/task").glob("*/children"):
-                for pid in child.read_text().split():
+            for children in Path(f"/proc/{self.launcher}/task").glob("*/children"):
+                for pid in children.read_text().split():
                     words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                    if self.is_ssh(words) and host.target in words:
+                    if words[: len(self.ssh)] == self.ssh and host.target in words:
                         os.kill(int(pid), signal.SIGKILL)
             return f"ssh to {host.name}", None
-        assert (link := self.links[host.name]) is not None
-        own, other, far = link
+        link = self.links[host.name]
+        assert link is not None
+        interface, other, far = link
         if kind == "cut":
-            _output("ip", "-n", other, "link", "set", far, "down")
-            return host.name, lambda: _output("ip", "-n", other, "link", "set", far, "up")
-        tc = ("tc", "-n", host.name, "qdisc")
-        rate = f"tbf rate {config.mbit:g}mbit burst 16k latency 400ms".split()
-        _output(*tc, "replace", "dev", own, "root", *rate)
-        return host.name, lambda: _output(*tc, "del", "dev", own, "root")
+            cut = ("ip", "-n", other, "link", "set", far)
+            _output(*cut, "down")
+            return host.name, lambda: _output(*cut, "up")
+        rate = f"root tbf rate {self.config.mbit:g}mbit burst 16k latency 400ms"
+        queue_of = ("tc", "-n", host.name, "qdisc")
+        _output(*queue_of, "replace", "dev", interface, *rate.split())
+        return host.name, lambda: _output(*queue_of, "del", "dev", interface, "root")
 
     def left(self) -> list[str]:
-        """Return what is left of the job on the hosts: processes, and files in memory or TMPDIR."""
-        found = [f"process {pid} on {h.name}" for h in self.hosts for _, pid, *_ in self.processes(h)]
+        """Return what is left of the job: processes, shared memory, files in its TMPDIR."""
+        left = [str(path) for path in (self.folder / "tmp").iterdir()]
         for host in self.hosts:
-            names = self.on(host, "ls", "-A", "/dev/shm").split()
-            found += [
-                f"{host.name}:/dev/shm/{name}"
-                for name in names
-                if any(word.isdecimal() and int(word) in self.pids for word in name.split("-"))
+            left += [f"process {pid} on {host.name}" for _, pid, *_ in self.processes(host)]
+            left += [
+                f"/dev/shm/{name} on {host.name}"
+                for name in self.on(host, "ls", "-A", "/dev/shm").split()
+                if self.pids & {int(number) for number in re.findall(r"\d+", name)}
             ]
-        return found + [str(path) for path in (self.folder / "tmp").iterdir()]
+        return left
 
 
 def move_clock(_kind: str, _values: Mapping[str, Any]) -> None:
-    """Move `time.time` of this process by the seconds in the file "clock", as a --log-to of a job.
+    """Move `time.time` of rank 0, whose --log-to this is, by the seconds in the file "clock".
 
-    Neither the kernel's clock moves, nor monotonic clocks, nor those of torch's C++.
+    The kernel's clock stays, and so do monotonic clocks, and those that C++ reads.
     """
     with suppress(OSError):
         shift_s = float(Path("clock").read_text())
@@ -260,82 +255,65 @@ def move_clock(_kind: str, _values: Mapping[str, Any]) -> None:
 
 
 def run(config: FaultsConfig, say: PrintLine) -> BenchResult:
-    """Run the job under faults, and compare it with an undisturbed one.
+    """Run the job while faults strike it, and compare it with an undisturbed run.
 
     Raises:
-        ConfigError: a kind of fault is unknown, or impossible on these hosts.
+        ConfigError: a kind of fault is impossible on these hosts, or the job fails without faults.
     """
-    with working_folder() as folder:
-        site = Site(config, folder)
-        kinds = config.kinds or [each for each in list(KINDS)[:6] if not site.allows(each)]
-        for kind in kinds:
-            if kind not in KINDS:
-                raise ConfigError(f"'{kind}' is no kind of fault{nearest(kind, KINDS)}")
-            if why := site.allows(kind):
-                raise ConfigError(f"no fault {kind}: {why}")
-        order = order_of(config.seed, kinds, config.faults, config.steps)
-        if config.job == SMALL:
-            text = "".join(f"The square of {n} is {n * n}, and its cube {n**3}.\n" for n in range(2000))
-            (folder / "text.txt").write_text(text)
-        words = [*shlex.split(config.job), f"--steps={config.steps}"]
-        if config.job == SMALL:
-            words += [f"--data={folder}/text.txt", f"--corpus.cache={folder}/cache"]
-        say("the undisturbed run, in one process ...")
-        alone = folder / "undisturbed"
-        one = [sys.executable, "-m", "phalanx", *words, "--strategy=dp1", f"--out={alone}"]
-        done = subprocess.run(one, cwd=folder, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ConfigError(f"the job fails without any fault: {done.stderr.strip()[-600:]}")
-        (folder / "disk").mkdir()
-        if has_disk := "disk" in kinds:
-            size = f"size={DISK_BYTES}"
-            subprocess.run(["mount", "-t", "tmpfs", "-o", size, "none", folder / "disk"], check=True)
-        try:
-            out = folder / "disk" / "run"
-            if "clock" in kinds:
-                words.append("--log-to=phalanx.bench.faults:move_clock")
-            seen, strikes, exit_code, said = disturb(config, site, [*words, f"--out={out}"], order, say)
-            left = wait_until_nothing_is_left(site)
-            wrong = judge(seen, out, alone) if exit_code == 0 else [f"the job ended with {exit_code}"]
-            wrong += [f"left: {each}" for each in left]
-        finally:
-            if has_disk:
-                _output("umount", "-l", str(folder / "disk"))
-    ends = [*(strike.at_s for strike in strikes[1:]), seen.steps[-1][0] + 1 if seen.steps else 0.0]
-    outcomes = [outcome_of(seen, *pair) for pair in zip(strikes, ends, strict=False)]
-    wrong += [f"{len(order) - len(strikes)} faults never struck"] * (len(strikes) < len(order))
-    return result_of(config, seen, outcomes, wrong, said)
-
-
-@contextmanager
-def working_folder() -> Generator[Path]:
-    """A folder of the job, by which its processes are known; it is removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-faults-")).resolve()
-    (folder / "tmp").mkdir()
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+        for name in ("tmp", "disk"):
+            (folder / name).mkdir()
+        lines = (f"The square of {n} is {n * n}, and its cube {n**3}.\n" for n in range(2000))
+        (folder / "text.txt").write_text("".join(lines))
+        site = Site(config, folder)
+        kinds = config.kinds or [kind for kind in LOSING if not site.refusal(kind)]
+        for kind in kinds:
+            if why := site.refusal(kind):
+                raise ConfigError(why)
+        order = order_of(config.seed, kinds, config.faults, config.steps)
+        words = [*shlex.split(config.job), f"--steps={config.steps}"]
+        if "clock" in kinds:
+            words.append("--log-to=phalanx.bench.faults:move_clock")
+        if "disk" in kinds:
+            subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", DISK, "none", folder / "disk"], check=True
+            )
+            cleanup.callback(_output, "umount", "-l", str(folder / "disk"))
+        say("an undisturbed run in one process ...")
+        alone, out = folder / "undisturbed", folder / "disk" / "run"
+        command = [sys.executable, "-m", "phalanx", *words, "--strategy=dp1", f"--out={alone}"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ConfigError(f"the job fails without a fault: {done.stderr.strip()[-600:]}")
+        seen, strikes, wrong = disturb(site, [*words, f"--out={out}"], out, order, say)
+        until_s = time.monotonic() + SETTLING_S
+        while (left := site.left()) and time.monotonic() < until_s:
+            time.sleep(0.5)
+        wrong += [f"left: {each}" for each in left] + (
+            differences(seen, out, alone) if not wrong else []
+        )
+    return _result(config, seen, strikes, wrong)
 
 
 def disturb(
-    config: FaultsConfig, site: Site, words: list[str], order: Sequence[Fault], say: PrintLine
-) -> tuple[Seen, list[Strike], int, list[str]]:
-    """Run the job by `phalanx launch` and let the faults strike.
+    site: Site, words: Sequence[str], out: Path, order: Sequence[Fault], say: PrintLine
+) -> tuple[Timeline, list[Strike], list[str]]:
+    """Run a job by `phalanx launch`, and let each fault strike when the job has recovered.
+
+    Args:
+        words: the job's words, which write the run to `out`.
 
     Returns:
-        What was seen, the faults that struck, the exit code, and the launcher's lines.
+        What was seen, the faults that struck, and why the run is not whole, if it is not.
     """
-    seen, strikes, said = Seen(), list[Strike](), list[str]()
-    left, ends = list(order), list[tuple[float, Strike, Callable[[], object]]]()
-    lines: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()
+    config, seen, strikes, said = site.config, Timeline(), list[Strike](), list[str]()
     hosts = ",".join(str(host) for host in site.hosts)
-    options = f"--restarts={2 * len(order) + 2} --min-ranks=1 {config.launch}"
     launch = [sys.executable, "-m", "phalanx", "launch", f"--hosts={hosts}", f"--ssh={config.ssh}"]
-    launch += [*shlex.split(options), "--", *words]
+    launch += [f"--restarts={2 * len(order) + 2}", *shlex.split(config.launch), "--", *words]
     launch += [f"--strategy={config.strategy}", "--resume=auto"]
-    out = Path(next(word for word in words if word.startswith("--out="))[6:])
-    offset, progress_s = 0, time.monotonic()
+    lines: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()
 
     def start() -> subprocess.Popen[str]:
         process = subprocess.Popen(
@@ -354,62 +332,58 @@ def disturb(
                 lines.put((time.monotonic(), line.rstrip()))
 
         threading.Thread(target=read, daemon=True).start()
+        site.launcher = process.pid
         return process
 
-    site.launcher = process = start()
+    process, left, offset, new_s = start(), list(order), 0, time.monotonic()
+    end: Callable[[], object] | None = None  # of the last fault, while it lasts
     try:
-        while (code := process.poll()) is None or not lines.empty() or ends:
-            time.sleep(TICK_S)
-            now_s = time.monotonic()
+        while (code := process.poll()) is None or end is not None:
+            time.sleep(0.02)
+            now_s, before = time.monotonic(), max(seen.final, default=0)
             while not lines.empty():
-                at_s, line = lines.get()
-                said.append(line)
-                if is_loss(line):
-                    seen.losses.append((at_s, line))
-                    say(line)
-            before = seen.last_step
+                said.append(lines.get()[1])
+                if is_loss(said[-1]):
+                    seen.events.append((now_s, "lost", said[-1]))
+                    say(said[-1])
             with suppress(FileNotFoundError), (out / METRICS_FILE).open("rb") as file:
                 file.seek(offset)
                 for line in file:
                     if line.endswith(b"\n"):
                         offset += len(line)
                         seen.add(now_s, json.loads(line))
-            if seen.last_step > before:
-                progress_s = now_s
-            for end in [each for each in ends if each[0] <= now_s]:
-                ends.remove(end)
-                end[2]()
+            new_s = now_s if max(seen.final, default=0) > before else new_s
+            if end is not None and now_s > strikes[-1].until_s:
+                end = end()
+                end = None
             if code is not None:
-                if ends or not strikes or strikes[-1].fault.kind != "disk" or not code:
-                    continue  # the disk becomes free, or the job is over
-                strikes[-1].by_bench = True
-                site.launcher = process = start()
-            elif now_s - progress_s > config.limit_s:
-                raise TimeoutError
-            is_ready = not strikes or seen.has_recovered(strikes[-1])
-            if left and is_ready and seen.last_step >= left[0].step:
-                fault = left.pop(0)
-                time.sleep(fault.pause * seen.step_s)
-                at_s, load = time.monotonic(), os.getloadavg()[0]
-                who, end_fault = site.strike(fault, config)
-                lasts_s = config.for_s if end_fault is not None else 0.0
-                strikes.append(Strike(fault, who, at_s, at_s + lasts_s, load))
-                if end_fault is not None:
-                    ends.append((at_s + lasts_s, strikes[-1], end_fault))
-                say(f"step {seen.last_step}: {fault.kind}, {who}")
-    except TimeoutError:
-        said.append(f"no new step for {config.limit_s:g} s after step {seen.last_step}")
+                if end is None and code and strikes and strikes[-1].fault.kind == "disk":
+                    process = start()  # a full disk ends a job; a free one can go on
+                continue
+            if now_s - new_s > config.limit_s:
+                said.append(f"no new step for {config.limit_s:g} s")
+                break
+            if left and (not strikes or seen.has_recovered(strikes[-1])):
+                if max(seen.final, default=0) >= left[0].step:
+                    fault = left.pop(0)
+                    time.sleep(fault.pause * seen.step_s)
+                    now_s, load = time.monotonic(), os.getloadavg()[0]
+                    who, end = site.strike(fault)
+                    until_s = now_s if end is None else now_s + config.for_s
+                    strikes.append(Strike(fault, who, now_s, until_s, load))
+                    say(f"after step {max(seen.final)}: {fault.kind}, {who}")
     finally:
-        for _, _, end_fault in ends:
-            end_fault()
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(10)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    return seen, strikes, -1 if said and said[-1].startswith("no new step") else process.returncode, said
+        if end is not None:
+            end()
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(15)
+        process.kill()
+        process.wait()
+    wrong = [f"{len(left)} faults never struck"] if left else []
+    if process.returncode:
+        wrong += [f"the job ended with {process.returncode}:", *said[-12:]]
+    return seen, strikes, wrong
 
 
 def is_loss(line: str) -> bool:
@@ -417,98 +391,82 @@ def is_loss(line: str) -> bool:
     return "lost" in line
 
 
-def wait_until_nothing_is_left(site: Site) -> list[str]:
-    """Wait until nothing of the job is left on its hosts, at most SETTLING_S; return the rest."""
-    until_s = time.monotonic() + SETTLING_S
-    while (left := site.left()) and time.monotonic() < until_s:
-        time.sleep(0.5)
-    return left
-
-
-def judge(seen: Seen, out: Path, undisturbed: Path) -> list[str]:
+def differences(seen: Timeline, out: Path, undisturbed: Path) -> list[str]:
     """Return what differs from the undisturbed run: steps, samples, losses and weights."""
-    wrong: list[str] = []
-    alone = Seen()
+    wrong, alone = list[str](), Timeline()
     for line in (undisturbed / METRICS_FILE).read_text().splitlines():
         alone.add(0.0, json.loads(line))
     if list(seen.final) != list(alone.final):
-        missing = sorted(set(alone.final) - set(seen.final))
-        wrong.append(f"steps {missing} are missing" if missing else "steps out of order")
+        wrong.append(f"steps are missing: {sorted({*alone.final} - {*seen.final})}")
     for step, record in alone.final.items():
         other = seen.final.get(step, record)
-        apart = abs(other["loss"] - record["loss"]) / abs(record["loss"])
-        if apart > MOST_APART or other["tokens"] != record["tokens"]:
-            wrong.append(f"step {step}: loss {other['loss']} instead of {record['loss']}")
+        is_near = math.isclose(other["loss"], record["loss"], rel_tol=MOST_APART)
+        if not is_near or other["tokens"] != record["tokens"]:
+            wrong.append(f"the loss of step {step} is {other['loss']}, not {record['loss']}")
             break
-    ours, theirs = manifest.find_and_read(out), manifest.find_and_read(undisturbed)
-    if ours.about.consumed != theirs.about.consumed:
-        wrong.append(f"{ours.about.consumed} samples instead of {theirs.about.consumed}")
-    if (apart := weights_apart(ours.folder, theirs.folder)) > MOST_APART:
-        wrong.append(f"weights differ by {apart:.3g}")
-    return wrong
-
-
-def weights_apart(ours: Path, theirs: Path) -> float:
-    """Return the largest difference of two checkpoints' weights."""
-    read = [index.read(folder, manifest.read(folder).files) for folder in (ours, theirs)]
-    if {*read[0]} != {*read[1]}:
-        raise CheckpointError(f"{ours} and {theirs} have other tensors")
-    apart = 0.0
-    for name in read[0]:
+    folders = [manifest.find(run) for run in (out, undisturbed)]
+    abouts = [manifest.read(folder) for folder in folders]
+    if abouts[0].consumed != abouts[1].consumed:
+        wrong.append(f"{abouts[0].consumed} samples were taken, not {abouts[1].consumed}")
+    tensors = [index.read(*each) for each in zip(folders, (a.files for a in abouts), strict=True)]
+    for name in tensors[1]:
         if name.startswith("model."):
             one, other = (
                 index.load_full(lambda file, folder=folder: open_file(folder / file), each, name)
-                for folder, each in zip((ours, theirs), read, strict=True)
+                for folder, each in zip(folders, tensors, strict=True)
             )
-            apart = max(apart, float((one - other).abs().max()))
-    return apart
+            if not (apart := float((one - other).abs().max())) <= MOST_APART:
+                wrong.append(f"{name} differs by {apart:.3g}")
+    return wrong
 
 
-def result_of(
-    config: FaultsConfig,
-    seen: Seen,
-    outcomes: Sequence[Outcome],
-    wrong: Sequence[str],
-    said: Sequence[str],
+def _result(
+    config: FaultsConfig, seen: Timeline, strikes: Sequence[Strike], wrong: Sequence[str]
 ) -> BenchResult:
     """Return the table of what each fault cost, the totals and the verdict."""
-    heads = ("fault", "struck", Number("step", "d"), Number("detected s", ".1f"))
-    heads += (Number("next step s", ".1f"), Number("repeated", "d"), Number("lost s", ".1f"))
-    heads += (Number("again MiB", ".2f", MIB), "then", Number("load", ".1f"))
-    rows = [
-        (o.kind, o.who, o.step, o.detected_s, o.next_step_s, o.repeated, o.lost_s, o.again_bytes)
-        + (o.strategy, o.load)
-        for o in outcomes
-    ]
-    lost_s = sum(each.lost_s for each in outcomes)
-    whole_s = seen.steps[-1][0] - seen.steps[0][0] if seen.steps else 0.0
+    steps = seen.steps()
+    ends = [*(strike.at_s for strike in strikes[1:]), math.inf]
+    costs = [seen.cost_of(*pair) for pair in zip(strikes, ends, strict=True)]
+    lost_s = sum(cost.lost_s for cost in costs)
+    whole_s = steps[-1][0] - steps[0][0] if steps else 0.0
     useful = max(0.0, 1 - lost_s / whole_s) if whole_s else 0.0
-    totals = {
-        "steps": seen.last_step,
-        "seconds": whole_s,
-        "lost_s": lost_s,
-        "goodput": useful,
-        "step_s": seen.step_s,
-        "repeated": sum(each.repeated for each in outcomes),
-        "again_bytes": sum(each.again_bytes for each in outcomes),
-    }
-    verdict = "equal to the undisturbed run: each sample once, losses and weights within 1e-10; nothing is left"
-    if any(each.fault_kind == "clock" for each in ()):  # pragma: no cover
-        pass
-    parts = [
-        Table(f"Faults of {config.strategy}, seed {config.seed}", heads, rows),
-        f"lost {lost_s:.1f} of {whole_s:.1f} s; useful {useful:.0%}; {totals['repeated']} steps "
-        f"repeated, for which a rank sent {totals['again_bytes'] / MIB:.2f} MiB again",
-        *(Line(each, "red") for each in wrong),
-        *([verdict] if not wrong else said[-12:]),
-    ]
+    again_bytes, repeated = sum(c.again_bytes for c in costs), sum(c.repeated for c in costs)
+    heads = (
+        *("fault", "whom", Number("step", "d"), Number("detected s", ".1f")),
+        *(Number("next step s", ".1f"), Number("again", "d"), Number("lost s", ".1f")),
+        *(Number("again MiB", ".2f", MIB), "then", Number("load", ".1f")),
+    )
+    rows = [tuple(vars(cost).values()) for cost in costs]
+    total = (
+        f"lost {lost_s:.1f} s of {whole_s:.1f} s: {useful:.0%} useful; {repeated} steps repeated, "
+        f"for which a rank sent {again_bytes / MIB:.2f} MiB again"
+    )
+    verdict = "as undisturbed: each sample once, losses and weights within 1e-10; nothing is left"
     return BenchResult(
         name=f"faults-{config.strategy}-{config.seed}",
-        shown=parts,
+        shown=[
+            Table(f"Faults of {config.strategy}, seed {config.seed}", heads, rows),
+            total,
+            *([Line(each, "red") for each in wrong] or [verdict]),
+        ],
         values={
             **{name: getattr(config, name) for name in ("strategy", "hosts", "seed", "for_s")},
-            "outcomes": [values_of(each) for each in outcomes],
-            "totals": totals,
+            "faults": [values_of(cost) for cost in costs],
+            "steps": len(seen.final),
+            "step_s": seen.step_s,
+            "seconds": whole_s,
+            "lost_s": lost_s,
+            "useful": useful,
+            "repeated": repeated,
+            "again_bytes": again_bytes,
             "wrong": list(wrong),
         },
+        exit_code=int(bool(wrong)),
     )
+
+
+def _output(*words: str) -> str:
+    """Return what a command prints; "" if it does not end within 20 s."""
+    with suppress(subprocess.TimeoutExpired):
+        return subprocess.run(words, capture_output=True, text=True, timeout=20, check=False).stdout
+    return ""
