@@ -38,6 +38,7 @@ from phalanx.launch.rank_log import LOST_OUTPUT, keep_printing
 VERBS: Final[Mapping[str, str]] = {
     "train": "train a decoder on text over one or many processes",
     "run": "run a training script of your own, which calls phalanx.init, on many processes",
+    "launch": "run train, run, verify or bench scaling on several hosts, by ssh",
     "server": "run one parameter-server role of a multi-host job",
     "verify": "prove that a strategy computes what one process computes",
     "bench": "measure this machine: matmul ceiling, MFU, scaling, the time of each layer",

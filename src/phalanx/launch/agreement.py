@@ -14,7 +14,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from phalanx.errors import ConfigError, named
-from phalanx.launch.failure import PeerFailed
+from phalanx.launch.failure import PeerFailed, lost_peer_code
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.rank_env import RankEnv
 
@@ -86,7 +86,9 @@ def _read(store: Store, key: int | str) -> str:
         with PULSE.waiting("waiting for other ranks to prepare the job"):
             text = store.get(f"{key}").decode()
     except dist.DistNetworkError as error:
-        raise PeerFailed("the rank that hosts the store has ended") from error
+        failed = PeerFailed("the rank that hosts the store has ended")
+        failed.exit_code = lost_peer_code()
+        raise failed from error
     if text == FAILED:
         raise PeerFailed("another rank could not prepare the job; see that rank's error")
     return text

@@ -27,6 +27,7 @@ from phalanx.errors import (
     system_limit_advice,
 )
 from phalanx.launch.heartbeat import PULSE
+from phalanx.launch.launched import VARIABLE
 from phalanx.launch.rank_log import screen
 
 _LOST = re.compile(
@@ -39,6 +40,9 @@ _LOST = re.compile(
 
 READER_LEFT: Final = 128 + signal.SIGPIPE
 """Exit code when the reader of standard output, such as `| head`, has closed the pipe."""
+
+LOST_PEER: Final = 75
+"""Exit code of a rank that `phalanx launch` has started, if it ends because another is lost."""
 
 ADVICE_TIMEOUT_S: Final = 2.0
 """Timeout of the search for the last checkpoint, in seconds."""
@@ -82,6 +86,11 @@ class PeerFailed(TrainingError):
 def first_of(failures: Sequence[Failure]) -> Failure:
     """Return the earliest failure that is not only a lost peer, or else the earliest of all."""
     return min(failures, key=lambda failure: (failure.is_lost_peer, failure.time_s))
+
+
+def lost_peer_code() -> int:
+    """Return the exit code of a rank that ends because another is lost."""
+    return LOST_PEER if VARIABLE in os.environ else TrainingError.exit_code
 
 
 def describe(rank: int, error: BaseException, name: str = "") -> Failure:

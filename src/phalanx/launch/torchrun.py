@@ -358,7 +358,7 @@ def leave_failed(error: BaseException, *, is_everyones: bool = False) -> NoRetur
     if is_others:
         with handled_in_thread(lambda _: leave(1)):  # on torchrun's signal, exit without a message
             time.sleep(QUIET_S)
-        leave(1)
+        leave(error.exit_code if isinstance(error, PeerFailed) else 1)
     ignore()
     rank = printable(os.environ["RANK"])
     if limit := out_of_threads(error):

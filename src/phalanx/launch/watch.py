@@ -30,7 +30,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from phalanx.errors import PhalanxError, TrainingError, message_of, named
-from phalanx.launch.failure import PeerFailed, report, with_advice
+from phalanx.launch.failure import PeerFailed, lost_peer_code, report, with_advice
 from phalanx.launch.feed import Feed
 from phalanx.launch.heartbeat import PULSE, Beat
 from phalanx.launch.heartbeat_monitor import SILENT_S, SLEPT_S, HeartbeatMonitor
@@ -178,9 +178,9 @@ class Watch:
                         report(message)
             timed_out = self._missing_message() or self._monitor.timeout_message(self._heard())
             if lost := self._lost(self._timeout_s) or timed_out:
-                self._end(lost)
+                self._end(lost, lost_peer_code())
             elif self._failed is not None and self._beat.seconds_at_place > SILENT_S:
-                self._end(str(self._failed))
+                self._end(str(self._failed), TrainingError.exit_code)
 
     def _unreached_s(self) -> float:
         return self._reached.age_s("the store")
@@ -195,7 +195,7 @@ class Watch:
         is_lost = self._unreached_s() > (min(SILENT_S, limit_s) if self._is_store_gone else limit_s)
         return self._unreached() if is_lost else ""
 
-    def _end(self, message: str) -> None:
+    def _end(self, message: str, exit_code: int) -> None:
         """End this process even if its main thread is blocked; the reporter prints `message`."""
         if self._last_word.acquire(blocking=False):
             if self._is_reporter():
@@ -204,7 +204,7 @@ class Watch:
                 kill_silent()
             else:
                 time.sleep(1.0)  # torchrun ends all ranks of a host when the first leaves
-            os._exit(1)
+            os._exit(exit_code)
 
     def _give_up_silent(self, limit_s: float) -> None:
         """Record the silent processes of this host, which `kill_silent` kills when the job ends."""
@@ -226,7 +226,8 @@ class Watch:
                     gone.append(rank)
         if not gone or not self._knows_processes:
             return False
-        self._end(f"{named(gone)} {'have' if len(gone) > 1 else 'has'} ended, so the job ends")
+        have = "have" if len(gone) > 1 else "has"
+        self._end(f"{named(gone)} {have} ended, so the job ends", lost_peer_code())
         return True  # reached only if the main thread already reports the error
 
     # Messages.
@@ -307,13 +308,14 @@ class Watch:
             message = str(self._failed or self._lost(limit_s))
             if silent and not message:
                 message = self._monitor.in_vain(self._rank, silent)
-        if not self._is_reporter():
-            return PeerFailed(message)
-        if not message:
-            message = self._monitor.in_vain(self._rank, ())
-        self._give_up_silent(limit_s)
-        judged = TrainingError(with_advice(message))
-        judged.__cause__ = error if isinstance(error, PhalanxError) else None
+        judged = PeerFailed(message)
+        if self._is_reporter():
+            self._give_up_silent(limit_s)
+            message = message or self._monitor.in_vain(self._rank, ())
+            judged = TrainingError(with_advice(message))
+            judged.__cause__ = error if isinstance(error, PhalanxError) else None
+        if self._failed is None:
+            judged.exit_code = lost_peer_code()
         return judged
 
 

@@ -114,3 +114,19 @@ def _fitting(strategy: Strategy, num_ranks: int) -> Strategy:
         except StrategyError:  # a degree of tp that does not form the grid of its kind
             continue
     return Strategy(dp=Axis(num_ranks, strategy.dp.kind, strategy.dp.option))
+
+
+def shrunk(strategy: Strategy, most_ranks: int, global_rows: int | None) -> Strategy:
+    """Return the strategy with fewer data ranks, so that it needs at most `most_ranks`.
+
+    Raises:
+        StrategyError: the other axes alone need more ranks.
+    """
+    for num_data in range(strategy.data_ranks, 0, -1):
+        for fsdp in range(min(strategy.fsdp.degree, num_data), 0, -1):
+            if num_data % fsdp or (global_rows or num_data) % num_data:
+                continue
+            smaller = strategy.with_degree("fsdp", fsdp).with_degree("dp", num_data // fsdp)
+            if smaller.num_ranks <= most_ranks:
+                return smaller
+    raise StrategyError(f"strategy '{strategy}' does not fit {most_ranks} ranks")
