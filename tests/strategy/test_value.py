@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -17,6 +18,7 @@ from phalanx.strategy import (
     Strategy,
     check_ranks,
     require_built,
+    shrunk,
 )
 
 
@@ -267,3 +269,55 @@ def test_a_long_strategy_is_not_printed_whole(text: str) -> None:
     with pytest.raises(StrategyError) as caught:
         Strategy.parse(text)
     assert len(str(caught.value)) < 400
+
+
+@given(strategies(), st.integers(1, 80), st.integers(1, 9), st.booleans())
+def test_a_shrunk_strategy_is_legal_and_grows_with_the_ranks(
+    strategy: Strategy, num_ranks: int, share: int, has_rows: bool
+) -> None:
+    strategy = dataclasses.replace(
+        strategy,
+        **{name: getattr(Strategy, name) for name, axis in strategy.axes() if axis.degree == 1},
+    )
+    try:
+        require_built(strategy)
+    except StrategyError:
+        strategy = dataclasses.replace(strategy, dp=Axis(strategy.dp.degree, "bucketed"))
+    rows = share * strategy.data_ranks if has_rows else None
+    fewer, more = (shrunk(strategy, number, rows) for number in (num_ranks, num_ranks + 1))
+    require_built(fewer)
+    assert Strategy.parse(str(fewer)) == fewer
+    assert fewer.num_ranks <= more.num_ranks <= num_ranks + 1
+    assert fewer.num_ranks <= min(num_ranks, strategy.num_ranks)
+    assert fewer.recompute == strategy.recompute
+    assert rows is None or rows % fewer.data_ranks == 0
+    assert shrunk(strategy, strategy.num_ranks, rows) == strategy
+    if num_ranks >= strategy.num_ranks // strategy.data_ranks:
+        data = {"dp": strategy.dp, "fsdp": strategy.fsdp}
+        assert dataclasses.replace(fewer, **data) == strategy
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks", "rows", "expected"),
+    [
+        ("dp4", 3, 12, "dp3"),
+        ("dp4", 3, 8, "dp2"),
+        ("fsdp4:zero2", 3, 12, "fsdp3:zero2"),
+        ("dp2,fsdp2", 3, 12, "fsdp2"),
+        ("dp4,fsdp2:zero1", 7, None, "dp3,fsdp2:zero1"),
+        ("dp2,tp2", 3, 12, "tp2"),
+        ("pp2,tp2,recompute:full", 3, 12, "tp2,recompute:full"),
+        ("pp2:zb/1,dp2,cut:3+1", 3, 12, "pp2:zb/1,cut:3+1"),
+        ("pp4:zb/1,cut:1+1+1+3", 3, 12, "pp3:zb/1"),
+        ("pp2,schedule:mine.csv", 1, 12, "dp1"),
+        ("dp2,cp4:ulysses", 3, 12, "cp2:ulysses"),
+        ("tp4:2d", 3, 12, "tp2"),
+        ("tp16:2d", 5, 12, "tp4:2d"),
+        ("dp3,tp9:2d", 8, 12, "dp2,tp3"),
+        ("dp4:quorum/3", 2, None, "dp2:quorum/2"),
+    ],
+)
+def test_data_axes_shrink_before_the_axes_of_the_model(
+    strategy: str, num_ranks: int, rows: int | None, expected: str
+) -> None:
+    assert str(shrunk(Strategy.parse(strategy), num_ranks, rows)) == expected

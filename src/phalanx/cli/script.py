@@ -94,8 +94,9 @@ def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, _Chosen, Optio
     """Return the settings, the job, its strategy and the options of the run."""
     from phalanx.launch.local import prepare_server
     from phalanx.launch.rank_env import is_under_torchrun
+    from phalanx.train.job.resume import continued
 
-    config = _read(argv, ScriptTrainConfig, prog="phalanx train --script")
+    config = continued(_read(argv, ScriptTrainConfig, prog="phalanx train --script"))
     check_best(config)
     if not is_under_torchrun():
         prepare_server("phalanx.script.session")  # imports torch beside this process

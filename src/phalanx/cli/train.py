@@ -31,10 +31,11 @@ def run(argv: list[str]) -> int:
         return script.train(argv)
     from phalanx.launch.torchrun import run_verb
     from phalanx.train.job.request import settle
+    from phalanx.train.job.resume import continuation
 
     def prepare() -> tuple[Loaded[TrainConfig], Request]:
         try:
-            loaded = load_config(argv, TrainConfig)
+            loaded = load_config(argv, TrainConfig, revise=continuation)
         except SystemExit:
             if {"-h", "--help"}.intersection(argv):
                 of_scripts = script.script_help("train", script.ScriptTrainConfig)

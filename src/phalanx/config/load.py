@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic
+from typing import Any, Generic
 
 from phalanx.config.command_line import read_words
 from phalanx.config.fields import Schema, Use, keys_for, settings, value_at, with_value
@@ -45,11 +45,16 @@ class _Options:
 
 
 def load_config(
-    argv: Sequence[str], schema: type[Schema] = TrainConfig, *, prog: str = "phalanx train"
+    argv: Sequence[str],
+    schema: type[Schema] = TrainConfig,
+    *,
+    prog: str = "phalanx train",
+    revise: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {},
 ) -> Loaded[Schema]:
     """Load the configuration from a command line and the files that it names.
 
-    Checks the types of all values, but not their ranges; see `fields.check_values`.
+    Checks the types of all values, but not their ranges; see `fields.check_values`. `revise` is
+    called with the values of files and command line, and returns values in place of them.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, a file that cannot be read.
@@ -63,7 +68,10 @@ def load_config(
     # Later layers override earlier ones:
     #
     #     defaults < the run's config.toml, of a resume < --config files in order < command line
+    #     < `revise`
     said = {key: value for _, values in layers for key, value in values.items()}
+    layers.append(("derived", dict(revise(said))))
+    said |= layers[-1][1]
     if schema is TrainConfig and (run_file := _run_file(said.get("resume"))) is not None:
         has_tokenizer = (run_file.parent / "tokenizer.json").is_file()
         dropped = keys_for(

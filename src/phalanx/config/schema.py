@@ -227,7 +227,8 @@ class JobConfig(RunConfig):
     """Folder of what the run writes; runs/<name>-<strategy>-<date> if unset."""
     resume: Annotated[str | None, Use.PATH | Use.NOT_SAVED] = None
     """A run folder to resume from, under any strategy. A run on text takes the settings of its
-    config.toml, and those that are given override them; it may be a checkpoint's folder too."""
+    config.toml, and those that are given override them; it may be a checkpoint's folder too. auto:
+    `out` if it has a checkpoint, else a new run there."""
     report: Annotated[bool, Use.LOCAL | Use.NOT_SAVED] = False
     """Print at the end, before the result, the tables of where time, bytes and memory went."""
 

@@ -32,12 +32,14 @@ class Launched:
         folder: folder of the agent in the host's memory (tmpfs), which outlives the ranks.
         generation: number of restarts so far.
         strategy: strategy in place of the command's; None: the command's.
+        first: strategy of the first generation; None in it.
         run: folder of the run to resume from its latest state; None: the command's.
     """
 
     folder: str
     generation: int = 0
     strategy: str | None = None
+    first: str | None = None
     run: str | None = None
 
     def text(self) -> str:
@@ -57,13 +59,13 @@ class JobReport:
 
     Attributes:
         strategy: the strategy of this generation.
-        run: folder of the run.
+        run: folder of the run; None in a loop of one's own, which names its folder itself.
         global_rows: rows of the global batch, which the data ranks must divide; None if any number
             of data ranks fits.
     """
 
     strategy: str
-    run: str
+    run: str | None
     global_rows: int | None = None
 
     def write(self, folder: str) -> None:

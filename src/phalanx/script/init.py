@@ -16,6 +16,7 @@ from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import StrategyError
 from phalanx.launch.attach import attach, check_end, report_in_one_message
 from phalanx.launch.failure import report
+from phalanx.launch.launched import JobReport, launched
 from phalanx.script.checks import check_arguments
 from phalanx.script.run import Run
 from phalanx.script.whole_weights import explain_shard_error
@@ -62,6 +63,10 @@ def init(
             pp or cp, which need a trainer's loop; or the job is incomplete, or ranks disagree.
     """
     report_in_one_message(explain_shard_error)
+    job = launched()
+    if job is not None and job.strategy is not None:  # a later generation of `phalanx launch`
+        strategy = job.strategy
+        os.environ.pop(STRATEGY, None)
     parsed = (OVERRIDES[-1][0] if OVERRIDES else None) or _strategy(strategy)
     known = {"accumulation": accumulation, "seed": seed, "nonfinite": nonfinite}
     check_arguments("init", **known, device=device, timeout_s=timeout_s)
@@ -84,6 +89,8 @@ def init(
             "torchrun and Slurm start no process to compare with; compare on one host by: "
             f"phalanx verify {parsed} --script {sys.argv[0]}"
         )
+    if comm.is_first and job is not None:
+        JobReport(strategy=str(parsed), run=None).write(job.folder)
     if debug_comm:
         CollectiveCheck(comm).__enter__()  # until the process ends
     if OVERRIDES:

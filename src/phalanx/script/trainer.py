@@ -23,12 +23,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from phalanx.checkpoint import manifest
 from phalanx.config.fields import SEED, STEPS, Range
 from phalanx.config.profile_options import ProfileOptions
 from phalanx.config.schema import MOST_ROWS, JobConfig, RunConfig
 from phalanx.config.validate import AUTO
 from phalanx.errors import ConfigError
 from phalanx.launch.attach import report_in_one_message
+from phalanx.launch.launched import launched
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.arguments import check_job, check_python, finding_modules, not_ending
@@ -168,6 +170,17 @@ class Trainer:
                     f"Trainer.train: {value!r} is a {type(value).__name__}; expected a strategy, "
                     "such as 'dp2', and phalanx.Options(...)"
                 )
+        trainer, job = self, launched()
+        if job is not None and job.strategy is not None:
+            strategy = job.strategy
+            if job.first is not None and self.batch_norm is None:
+                # A microbatch has at most as many rows on a rank as in the first generation.
+                ranks = [Strategy.parse(text).data_ranks for text in (job.first, strategy)]
+                accumulation = -(-self.accumulation * ranks[0] // ranks[1])
+                trainer = dataclasses.replace(self, accumulation=accumulation)
+        if job is not None and job.run is not None:
+            is_begun = bool(manifest.complete_checkpoints(Path(job.run)))
+            options = dataclasses.replace(options, out=Path(job.run), resume=is_begun)
         if strategy == AUTO:
             resume = str(options.out) if options.resume else None
             asked = JobConfig(strategy=AUTO, device=options.device, resume=resume)
@@ -176,7 +189,7 @@ class Trainer:
         refuse_servers(parsed, "a Trainer")
         out = options.folder
         advice = functools.partial(how_to_resume, out, command)
-        args = (parsed.num_ranks, self, parsed, options, command, (*choice,))
+        args = (parsed.num_ranks, trainer, parsed, options, command, (*choice,))
         is_new = read_rank_env().rank == 0 and not out.exists()
         with removed_if_refused(out, is_new=is_new):
             return summary_of(train_module, *args, config=options, advice=advice)

@@ -1,6 +1,12 @@
 """Parallelism strategies: text form and value, catalogue of kinds, and checks. No torch."""
 
-from phalanx.strategy.advice import check_ranks, refuse_first_come, refuse_servers, require_built
+from phalanx.strategy.advice import (
+    check_ranks,
+    refuse_first_come,
+    refuse_servers,
+    require_built,
+    shrunk,
+)
 from phalanx.strategy.kinds import AXES, KINDS, POSITIONS, Kind, built
 from phalanx.strategy.value import Axis, Recompute, Strategy
 
@@ -17,4 +23,5 @@ __all__ = [
     "refuse_first_come",
     "refuse_servers",
     "require_built",
+    "shrunk",
 ]

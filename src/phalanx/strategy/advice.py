@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from importlib.util import find_spec
 
 from phalanx.errors import StrategyError
@@ -117,16 +119,73 @@ def _fitting(strategy: Strategy, num_ranks: int) -> Strategy:
 
 
 def shrunk(strategy: Strategy, most_ranks: int, global_rows: int | None) -> Strategy:
-    """Return the strategy with fewer data ranks, so that it needs at most `most_ranks`.
+    """Return the strategy with which a job of `strategy` continues on at most `most_ranks` ranks.
 
-    Raises:
-        StrategyError: the other axes alone need more ranks.
+    Ask with the strategy that the user gave: the result grows back to it as hosts join.
+
+        fsdp4 on 3 ranks             fsdp3        dp2,tp2 on 3 ranks       tp2
+        dp2,fsdp2 on 3 ranks         fsdp2        pp2,tp2 on 3 ranks       tp2
+        dp4 on 3 ranks, 8 rows       dp2          pp4,cut:... on 3 ranks   pp3
+
+    dp shrinks first, because a rank then holds as much as before: dp2,fsdp2 on 3 ranks becomes
+    fsdp2 and not dp3, whose ranks hold the whole model. fsdp shrinks next, and last the axes that
+    split the model, by as little as possible and the outermost first. There pp shrinks to any
+    degree, the others to divisors of theirs, which divide heads and positions too; a grid, such as
+    tp4:2d, can give way to 1d.
+
+    Args:
+        strategy: a strategy that passes `require_built`.
+        most_ranks: number of ranks that can be started, at least 1.
+        global_rows: rows of the global batch, which the data ranks of the result divide; None if
+            any number of data ranks fits.
     """
-    for num_data in range(strategy.data_ranks, 0, -1):
-        for fsdp in range(min(strategy.fsdp.degree, num_data), 0, -1):
-            if num_data % fsdp or (global_rows or num_data) % num_data:
-                continue
-            smaller = strategy.with_degree("fsdp", fsdp).with_degree("dp", num_data // fsdp)
-            if smaller.num_ranks <= most_ranks:
-                return smaller
-    raise StrategyError(f"strategy '{strategy}' does not fit {most_ranks} ranks")
+    assert most_ranks >= 1, "a job has a rank"
+    if strategy.num_ranks <= most_ranks:
+        return strategy
+    whole = dict(each for each in reversed([*strategy.axes()]) if each[0] not in ("dp", "fsdp"))
+    splits = [
+        dict(zip(whole, split, strict=True))
+        for split in itertools.product(*(_smaller(name, axis) for name, axis in whole.items()))
+    ]
+
+    def num_parts(split: dict[str, Axis]) -> int:
+        return math.prod(axis.degree for axis in split.values())
+
+    axes = max(
+        (split for split in splits if num_parts(split) <= most_ranks),
+        key=lambda split: (
+            num_parts(split),
+            [(axis.degree, axis.kind == whole[name].kind) for name, axis in split.items()],
+        ),
+    )
+    most = most_ranks // num_parts(axes)
+    rows = 0 if global_rows is None else global_rows  # every number divides 0
+    fsdp = max(n for n in range(1, min(strategy.fsdp.degree, most) + 1) if rows % n == 0)
+    replicas = range(1, min(strategy.dp.degree, most // fsdp) + 1)
+    dp = max(n for n in replicas if rows % (n * fsdp) == 0)
+    option = strategy.dp.option
+    if option is not None and strategy.dp.kind == "quorum":
+        option = min(dp, option)
+    axes["dp"] = Axis(dp, strategy.dp.kind, option)
+    axes["fsdp"] = dataclasses.replace(strategy.fsdp, degree=fsdp)
+    # An axis of degree 1 has no kind, which would be ignored.
+    alone = {name: getattr(Strategy, name) for name, axis in axes.items() if axis.degree == 1}
+    if axes["pp"] != strategy.pp:
+        strategy = dataclasses.replace(strategy, cut=(), schedule="")
+    return dataclasses.replace(strategy, **{**axes, **alone})
+
+
+def _smaller(name: str, axis: Axis) -> list[Axis]:
+    """Return an axis that splits the model with each degree to which it can shrink."""
+    kind = KINDS[name][axis.kind]
+    kinds = [(axis.kind, axis.option, axis.degree)]
+    if kind.grid:  # each dimension of the model is divisible by the side
+        side = [*kind.sizes(name, axis.degree, axis.option).values()][-1]
+        kinds.append((getattr(Strategy, name).kind, None, side))
+    return [
+        Axis(degree, each, option)
+        for each, option, most in kinds
+        for degree in range(1, most + 1)
+        if (name == "pp" or most % degree == 0)
+        and KINDS[name][each].nearest_degree(degree, option) == degree
+    ]

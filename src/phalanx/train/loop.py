@@ -15,6 +15,7 @@ from phalanx.debug.check import LIMIT_S, CollectiveCheck
 from phalanx.errors import CheckpointError
 from phalanx.launch import rank_log
 from phalanx.launch.heartbeat import PULSE
+from phalanx.launch.launched import JobReport, launched
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.notice import compiling
 from phalanx.train.pace import StopAndSaveSync
@@ -43,6 +44,12 @@ def train(session: Session) -> Summary | Stopped:
     PULSE.advice = functools.partial(how_to_resume, session.out, session.command)
     logged = rank_log.kept(session.out, session.comm.rank)
     with session, logged, Records(session) as records:
+        if session.is_first and (job := launched()) is not None:
+            run = str(session.out.absolute())
+            about = JobReport(
+                strategy=str(session.strategy), run=run, global_rows=session.global_rows
+            )
+            about.write(job.folder)
         doing = PULSE.doing("the work between two steps")
         with doing, PULSE.handling_stop(), _checked(session), step.watched(PULSE.phase):
             try:

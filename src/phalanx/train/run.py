@@ -24,6 +24,7 @@ from phalanx.report.terminal import Terminal
 from phalanx.train.callback import Callback, Callbacks, Log
 from phalanx.train.job.request import Request, settle
 from phalanx.train.job.resolve import Job, complete, facts_of
+from phalanx.train.job.resume import continued
 from phalanx.train.job.run_folder import claim, removed_if_refused
 from phalanx.train.loop import Stopped, how_to_resume
 from phalanx.train.loop import train as train_session
@@ -65,6 +66,7 @@ def train(
         attach.leave_at_end()
     extras = Callbacks(dict(callbacks), log)
     extras.check()
+    config = continued(config)
     if config.server.worker:
         raise ConfigError(
             f"server.worker is {config.server.worker}, a worker without a summary; start it by: "

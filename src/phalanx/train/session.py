@@ -87,6 +87,7 @@ class Session(ABC):
         called: the callbacks.
         logs: functions that rank 0 calls with each record.
         best: tracker of the best evaluation; None if the run does not track it.
+        global_rows: rows of the global batch, if the data ranks must divide them; else None.
     """
 
     command: str
@@ -94,6 +95,7 @@ class Session(ABC):
     step_type: type[Step] = Step
     start: Checkpoint | None = None
     plan: Plan[Any]
+    global_rows: int | None = None
 
     def __init__(
         self,

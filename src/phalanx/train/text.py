@@ -68,6 +68,7 @@ class TextSession(Session):
         config = dataclasses.replace(job.config, **settled)
         self.job = job = dataclasses.replace(job, config=config)
         self.start = job.start
+        self.global_rows = job.batch.global_size
         self.validation = dataclasses.replace(job.samples, file=job.tokens.validation)
         super().__init__(
             job.strategy,

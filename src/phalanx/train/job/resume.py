@@ -7,24 +7,88 @@ initializes the weights (--init); a run has at most one of the two.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from phalanx.account.parameters import num_parameters
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
 from phalanx.config import BatchConfig, TrainConfig
-from phalanx.config.fields import Use, keys_for, settings, value_at
+from phalanx.config.fields import Schema, Use, keys_for, settings, value_at, with_value
+from phalanx.config.file import RUN_FILE, read_values
+from phalanx.config.validate import AUTO
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face import companions
+from phalanx.launch.launched import launched
 from phalanx.models.registry import shape_of as preset
 from phalanx.models.registry import with_sizes
 from phalanx.models.shape import ModelShape
+from phalanx.strategy import Strategy
 
 if TYPE_CHECKING:
     from phalanx.data.tokens import TokenFiles
 
 DEFAULT_MODEL: Final = "demo"
 """Preset of a run without a model setting and without a checkpoint."""
+
+
+def continuation(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that replace settings of a command which may continue a run, by key.
+
+                       strategy    folder     batch         resumes from
+        resume = auto  command's   `out`      command's     `out`, if it has a checkpoint
+        generation 0   command's   command's  command's     what the command names
+        later ones     launcher's  the run's  generation 0  the run, if it has a checkpoint
+
+    Args:
+        said: settings of the command and its files, by dotted key.
+
+    Raises:
+        ConfigError: `resume` is auto without `out`.
+    """
+    job = launched()
+    run = job and job.run
+    changes: dict[str, Any] = {}
+    if job is not None and job.strategy is not None:
+        changes |= {"strategy": job.strategy, "nproc": None}
+        if run is not None and (file := Path(run) / RUN_FILE).exists():
+            changes |= _batch_of(file, Strategy.parse(job.strategy).data_ranks)
+    if run is None and said.get("resume") == AUTO:
+        run = said.get("out")
+        if run is None:
+            raise ConfigError(
+                "resume is auto, which looks for a run in --out, but out is unset; give --out "
+                "FOLDER"
+            )
+    if run is not None and manifest.complete_checkpoints(Path(run)):
+        changes |= {"resume": run, "out": None, "init": None}
+    elif run is not None:
+        changes |= {"out": run} | ({"resume": None} if said.get("resume") == AUTO else {})
+    return changes
+
+
+def _batch_of(file: Path, num_data_ranks: int) -> dict[str, Any]:
+    """Return the settings by which the ranks share the batch of a run, whose settings `file` has.
+
+    The rows of the global batch stay, and a microbatch has at most as many rows as before.
+    """
+    keys = {setting.key: setting.hint for setting in settings(TrainConfig)}
+    values = read_values(str(file), keys, is_foreign=True)
+    rows, most = values["batch.global_size"], values["batch.microbatch"]
+    share = rows // num_data_ranks
+    microbatch = next(number for number in range(min(share, most), 0, -1) if share % number == 0)
+    return {"batch.global_size": rows, "batch.microbatch": microbatch, "batch.accumulation": None}
+
+
+def continued(config: Schema) -> Schema:
+    """Return the settings with those that `continuation` replaces."""
+    keys = [setting.key for setting in settings(type(config))]
+    said = {key: value_at(config, key) for key in keys}
+    for key, value in continuation(said).items():
+        if key in keys:  # a job of one's own has no init
+            config = with_value(config, key, value)
+    return config
 
 
 def name_of(config: TrainConfig, shape: ModelShape, origin: Checkpoint | None) -> str:

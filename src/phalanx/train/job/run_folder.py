@@ -20,6 +20,7 @@ from phalanx.config.file import RUN_FILE, to_toml
 from phalanx.errors import ConfigError, PhalanxError, TrainingError
 from phalanx.hugging_face.companions import keep_family, keep_tokenizer
 from phalanx.launch import rank_log
+from phalanx.launch.launched import launched
 from phalanx.measure.logs import has_steps
 from phalanx.models.shape import ModelShape
 from phalanx.report.units import size_text
@@ -121,8 +122,9 @@ def keep_origin(job: Job) -> None:
     keep_tokenizer(job.tokens.tokenizer, job.out)
     if job.origin is not None:
         keep_family(job.origin.folder, job.out)
-    content = _HEAD + to_toml(stored_settings(job.config))
-    replace_file(job.out / RUN_FILE, content.encode())
+    if (job_of := launched()) is None or job_of.run is None:  # else the first generation's stay
+        content = _HEAD + to_toml(stored_settings(job.config))
+        replace_file(job.out / RUN_FILE, content.encode())
 
 
 _HEAD: Final = """\
