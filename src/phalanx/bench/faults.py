@@ -122,6 +122,7 @@ class Site:
         num_ranks = Strategy.parse(config.strategy).num_ranks
         self.hosts = parse_hosts(config.hosts or f"localhost:{num_ranks}")
         self.launcher, self.pids = 0, set[int]()
+        self.environ = {**os.environ, "TMPDIR": f"{folder}/tmp", "XDG_RUNTIME_DIR": f"{folder}/tmp"}
         self.links: dict[str, tuple[str, str, str] | None] = {}
         listed = _output("ip", "netns", "list") if shutil.which("ip") else ""
         for name in (host.name for host in self.hosts):
@@ -225,7 +226,13 @@ class Site:
         if kind == "cut":
             cut = ("ip", "-n", other, "link", "set", far)
             _output(*cut, "down")
-            return host.name, lambda: _output(*cut, "up")
+
+            def mend() -> None:
+                _output(*cut, "up")
+                join = (sys.executable, "-m", "phalanx", "launch", f"--join={host}")
+                self.helpers.append(subprocess.Popen(join, env=self.environ, stdout=2))
+
+            return host.name, mend
         rate = f"root tbf rate {self.config.mbit:g}mbit burst 16k latency 400ms"
         queue_of = ("tc", "-n", host.name, "qdisc")
         _output(*queue_of, "replace", "dev", interface, *rate.split())
@@ -233,7 +240,7 @@ class Site:
 
     def left(self) -> list[str]:
         """Return what is left of the job: processes, shared memory, files in its TMPDIR."""
-        left = [str(path) for path in (self.folder / "tmp").iterdir()]
+        left = [str(path) for path in (self.folder / "tmp").rglob("*") if not path.is_dir()]
         for host in self.hosts:
             left += [f"process {pid} on {host.name}" for _, pid, *_ in self.processes(host)]
             left += [
@@ -311,7 +318,8 @@ def disturb(
     config, seen, strikes, said = site.config, Timeline(), list[Strike](), list[str]()
     hosts = ",".join(str(host) for host in site.hosts)
     launch = [sys.executable, "-m", "phalanx", "launch", f"--hosts={hosts}", f"--ssh={config.ssh}"]
-    launch += [f"--restarts={2 * len(order) + 2}", *shlex.split(config.launch), "--", *words]
+    launch += [f"--restarts={2 * len(order) + 2}", f"--env=TMPDIR={site.folder}/tmp"]
+    launch += [*shlex.split(config.launch), "--", *words]
     launch += [f"--strategy={config.strategy}", "--resume=auto"]
     lines: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()
 
