@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,6 +12,7 @@ from phalanx.config.fields import THREADS, TIMEOUT_S, Positional, Range
 from phalanx.config.profile_options import ProfileOptions
 from phalanx.data.cache import cache_folder, fingerprint
 from phalanx.errors import ConfigError, Interrupted
+from phalanx.launch.launched import launched
 from phalanx.launch.rank_env import is_under_torchrun
 
 
@@ -18,7 +20,7 @@ from phalanx.launch.rank_env import is_under_torchrun
 class ScriptRunConfig:
     """Run a script that calls phalanx.init on several processes of this host, which join one job.
 
-    Words after -- are the script's own. On several hosts, start the script itself by torchrun.
+    Words after -- are the script's own. On several hosts: phalanx launch -- run SCRIPT.
     """
 
     script: Annotated[str | None, Positional("SCRIPT")] = None
@@ -47,6 +49,13 @@ def run(argv: list[str]) -> int:
         RankFailed: the script failed; has the traceback of the process that failed first.
         Interrupted: a signal ended the script, or the script exited in response to a signal.
     """
+    from phalanx.launch.torchrun import run_verb
+
+    return run_verb(lambda: _read(argv), lambda checked: _run(*checked))
+
+
+def _read(argv: list[str]) -> tuple[ScriptRunConfig, Path, list[str]]:
+    """Return the settings, the script and its own words, once the script can be run."""
     at = argv.index("--") if "--" in argv else len(argv)
     words, own = argv[:at], argv[at + 1 :]
     config = read_command_line(words, ScriptRunConfig, prog="phalanx run")
@@ -55,19 +64,25 @@ def run(argv: list[str]) -> int:
     path = Path(config.script)
     if not path.is_file():
         raise ConfigError(f"there is no file {path}; expected a Python script")
-    if is_under_torchrun():
+    if is_under_torchrun() and launched() is None:
         raise ConfigError(
             "phalanx run starts its own processes, but this process is already a rank, as under "
-            f"torchrun; start the script with torchrun directly: torchrun ... {path}"
+            f"torchrun; start the script with torchrun directly: torchrun ... {path}, or by: "
+            f"phalanx launch --hosts a:2,b:2 -- run {path}"
         )
     if config.profile is not None:
         ProfileOptions.parse(config.profile)
     from phalanx.script.arguments import check_python
 
     check_python(path)
+    return config, path, own
+
+
+def _run(config: ScriptRunConfig, path: Path, own: list[str]) -> int:
     from phalanx.launch.local import prepare_server, run_ranks
 
-    prepare_server("phalanx.script.loop_proof")
+    if not is_under_torchrun():
+        prepare_server("phalanx.script.loop_proof")
     import phalanx
     from phalanx.launch.failure import report
     from phalanx.script.init import refuse_in_own_loop
@@ -75,22 +90,32 @@ def run(argv: list[str]) -> int:
     from phalanx.script.loop_proof import is_proved, run_proved
     from phalanx.train.job.request import choose
 
-    strategy, device = choose(config.strategy, config.nproc, config.device)
+    # A later generation of `phalanx launch` may have other ranks than the command asks for.
+    job = launched()
+    text = config.strategy if job is None or job.strategy is None else job.strategy
+    strategy, device = choose(text, config.nproc, config.device)
     refuse_in_own_loop(strategy)
     options: dict[str, Any] = {"device": device, "threads": config.threads}
     options["timeout_s"] = config.timeout_s
-    text = path.read_bytes()
-    may_join = b"phalanx" in text or b"is_initialized" in text
-    if strategy.num_ranks > 1 and b"init_process_group(" in text and not may_join:
+    source = path.read_bytes()
+    may_join = b"phalanx" in source or b"is_initialized" in source
+    if strategy.num_ranks > 1 and b"init_process_group(" in source and not may_join:
         raise ConfigError(
             f"{path} makes its own process group by init_process_group, and phalanx run makes one, "
             "too; call phalanx.init in its place, or start the script by python or torchrun"
         )
     # A script that does not name phalanx trains by other means, each time at full length.
     is_due = (
-        config.proof and config.profile is None and strategy.num_ranks > 1 and b"phalanx" in text
+        config.proof and config.profile is None and strategy.num_ranks > 1 and b"phalanx" in source
     )
-    proved = cache_folder(None) / "proved" / fingerprint(text, own, strategy, phalanx.__version__)
+    proved = cache_folder(None) / "proved" / fingerprint(source, own, strategy, phalanx.__version__)
+    if is_due and job is not None:
+        is_due = False
+        if os.environ["RANK"] == "0" and job.generation == 0:
+            report(
+                "not proved: phalanx launch starts no process to compare with; compare on one "
+                f"host by: phalanx verify {strategy} --script {path}"
+            )
     if is_due and device != "cpu":
         report(
             "not proved: one process would need a GPU of its own; compare on CPUs by: "

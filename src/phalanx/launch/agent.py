@@ -284,6 +284,7 @@ class Agent:
             folder=str(self._folder),
             generation=message["generation"],
             strategy=message["strategy"],
+            first=message["original"],
             run=message["run"],
         )
         for local_rank in range(message["num_here"]):

@@ -260,7 +260,7 @@ class Launcher:
             self._generation += 1
             hosts = ",".join(str(remote.host) for remote in self._remotes)
             which = f"restart {restarts} of {self._request.restarts}" if end.lost else "join"
-            where = f"the last state of {run}" if run is not None else "the begin"
+            where = "the begin" if self._report is None else f"the last state of {run or 'its run'}"
             report(f"{which}: {strategy or f'{num_ranks} ranks'} on {hosts}, from {where}")
 
     # Hosts.
@@ -408,7 +408,7 @@ class Launcher:
                     **{"job": self._job, "generation": self._generation, "host": index},
                     **{"first": num_before, "num_here": num_here, "num_ranks": num_ranks},
                     **{"address": address, "port": port, "command": self._request.command},
-                    **{"strategy": strategy, "run": run},
+                    **{"strategy": strategy, "original": self._strategy, "run": run},
                 )
             num_before += num_here
 

@@ -94,6 +94,15 @@ def resolved(*words: str) -> Job:
     return resolve(config)
 
 
+def test_the_command_that_began_a_run_resumes_it(
+    run: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(home)
+    done = max(manifest.complete_checkpoints(run))
+    assert main([*TRAIN, "--out", str(run), "--resume", "auto"]) == 0
+    assert losses(run)[-(STEPS - done) :] == losses(home / "runs/whole")[done:]
+
+
 def run_patched(home: Path, out: Path, patch: str) -> subprocess.CompletedProcess[str]:
     """Run the program in a session of its own, with `patch` run by each Python before it."""
     folder = out.parent / "patch"
