@@ -101,7 +101,7 @@ class Cost:
     load: float
 
 
-Kind = Literal["step", "lost", "sent", "strategy"]
+Event = Literal["step", "sent", "strategy", "lost", "restart", "join"]
 
 
 @dataclass
@@ -109,11 +109,12 @@ class Timeline:
     """What an observer saw of a run, in seconds of its own clock.
 
     Attributes:
-        events: a (seconds, kind, value) each: "step", its record, repeated ones too; "lost", the
-            launcher's words; for each generation "strategy", and "sent", bytes of rank 0 in a step.
+        events: a (seconds, kind, value) each: "step", its record, repeated ones too; "strategy" of
+            a generation, and "sent", the bytes of rank 0 in a step; the other kinds have the
+            launcher's words on a loss, a restart, or a host that joins.
     """
 
-    events: list[tuple[float, Kind, Any]] = field(default_factory=list[tuple[float, Kind, Any]])
+    events: list[tuple[float, Event, Any]] = field(default_factory=list[tuple[float, Event, Any]])
 
     def add(self, at_s: float, record: dict[str, Any]) -> None:
         """Take a record of metrics.jsonl."""
@@ -125,7 +126,7 @@ class Timeline:
             self.events.append((at_s, "sent", sum(size for _, size in record["sent"].values())))
 
     def of(
-        self, kind: Kind, after_s: float = -math.inf, until_s: float = math.inf
+        self, kind: Event, after_s: float = -math.inf, until_s: float = math.inf
     ) -> list[tuple[float, Any]]:
         """Return the (seconds, value) of a kind, later than `after_s` and not than `until_s`."""
         return [(at, each) for at, is_of, each in self.events if is_of == kind
@@ -153,12 +154,24 @@ class Timeline:
         times = [end - begin for (begin, one), (end, other) in pairs if other == one + 1]
         return statistics.median(times) if times else 0.0
 
+    @property
+    def useful_s(self) -> float:
+        """Time of the steps that led to the final weights, without waits between generations."""
+        last = {step: at for at, step in self.steps()}
+        times = 0.0
+        own = [event for event in self.events if event[1] in ("step", "strategy")]
+        for (begin, one, record), (end, other, after) in itertools.pairwise(own):
+            if one == other == "step" and after["step"] == record["step"] + 1:
+                times += (end - begin) * (last[after["step"]] == end)
+        return times
+
     def has_recovered(self, strike: Strike) -> bool:
-        """Return whether the job has gone on after a fault, by a step that is new."""
-        lost = self.of("lost", strike.at_s)
-        if strike.fault.kind in LOSING and not lost:
+        """Return whether a new step was taken after a fault, and by a host that it had cut off."""
+        lost, joined = self.of("lost", strike.at_s), self.of("join", strike.until_s)
+        kind = strike.fault.kind
+        if kind in LOSING and not lost or kind == "cut" and not joined:
             return False
-        after_s = max([strike.until_s, *(at for at, _ in lost)])
+        after_s = max([strike.until_s, *(at for at, _ in [*lost, *joined])])
         before = max((step for _, step in self.steps(-math.inf, after_s)), default=0)
         return any(step > before for _, step in self.steps(after_s))
 

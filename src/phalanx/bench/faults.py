@@ -27,9 +27,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, cast
 
-from phalanx.bench.fault_order import KINDS, LOSING, Fault, Strike, Timeline, order_of
+from phalanx.bench.fault_order import KINDS, LOSING, Event, Fault, Strike, Timeline, order_of
 from phalanx.bench.verb import BenchResult, PrintLine, ResultConfig
 from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.tensor_file import open_file
@@ -122,6 +122,7 @@ class Site:
         num_ranks = Strategy.parse(config.strategy).num_ranks
         self.hosts = parse_hosts(config.hosts or f"localhost:{num_ranks}")
         self.launcher, self.pids = 0, set[int]()
+        self.joins: list[subprocess.Popen[bytes]] = []
         self.environ = {**os.environ, "TMPDIR": f"{folder}/tmp", "XDG_RUNTIME_DIR": f"{folder}/tmp"}
         self.links: dict[str, tuple[str, str, str] | None] = {}
         listed = _output("ip", "netns", "list") if shutil.which("ip") else ""
@@ -185,11 +186,15 @@ class Site:
             pairs += [(host, pid) for _, pid, parent, _ in listed if parent in servers]
         return pairs[1:]
 
-    def strike(self, fault: Fault) -> tuple[str, Callable[[], object] | None]:
-        """Do what a fault says; return whom it struck, and what ends it if it lasts."""
+    def strike(self, fault: Fault) -> tuple[str, Callable[[], object] | None] | None:
+        """Do what a fault says; return whom it struck, and what ends it if it lasts.
+
+        Returns None, and does nothing, while the job has no such rank or host, as in a restart.
+        """
         kind, folder = fault.kind, self.folder
         if kind in ("rank", "rank0", "stop"):
-            ranks = self.ranks()
+            if not (ranks := self.ranks()):
+                return None
             least = int(kind == "rank" and len(ranks) > 1)
             number = 0 if kind == "rank0" else least + fault.victim % (len(ranks) - least)
             host, pid = ranks[number]
@@ -208,7 +213,7 @@ class Site:
         if kind in ("ssh", "cut"):  # the launcher needs no link to its own host
             hosts = [host for host in hosts if not host.is_local]
         if not hosts:
-            return "nobody", None
+            return None
         host = hosts[fault.victim % len(hosts)]
         if kind == "host":
             self.on(host, "kill", "-KILL", *(str(pid) for _, pid, *_ in self.processes(host)))
@@ -230,7 +235,7 @@ class Site:
             def mend() -> None:
                 _output(*cut, "up")
                 join = (sys.executable, "-m", "phalanx", "launch", f"--join={host}")
-                self.helpers.append(subprocess.Popen(join, env=self.environ, stdout=2))
+                self.joins.append(subprocess.Popen(join, env=self.environ, stdout=2))
 
             return host.name, mend
         rate = f"root tbf rate {self.config.mbit:g}mbit burst 16k latency 400ms"
@@ -327,7 +332,7 @@ def disturb(
         process = subprocess.Popen(
             launch,
             cwd=site.folder,
-            env={**os.environ, "TMPDIR": str(site.folder / "tmp")},
+            env=site.environ,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -350,10 +355,14 @@ def disturb(
             time.sleep(0.02)
             now_s, before = time.monotonic(), max(seen.final, default=0)
             while not lines.empty():
-                said.append(lines.get()[1])
-                if is_loss(said[-1]):
-                    seen.events.append((now_s, "lost", said[-1]))
-                    say(said[-1])
+                at_s, line = lines.get()
+                said.append(line)
+                #   phalanx: lost: rank 2 on b was ended by signal SIGKILL
+                #   phalanx: restart 1 of 6: dp4 on a:2,b:2, from the last state of RUN
+                #   phalanx: join: dp4 on a:2,b:2, from the last state of RUN
+                if event := re.match(r"phalanx: (lost|restart|join)\b", line):
+                    seen.events.append((at_s, cast(Event, event[1]), line))
+                    say(line)
             with suppress(FileNotFoundError), (out / METRICS_FILE).open("rb") as file:
                 file.seek(offset)
                 for line in file:
@@ -362,7 +371,7 @@ def disturb(
                         seen.add(now_s, json.loads(line))
             new_s = now_s if max(seen.final, default=0) > before else new_s
             if end is not None and now_s > strikes[-1].until_s:
-                end = end()
+                end()
                 end = None
             if code is not None:
                 if end is None and code and strikes and strikes[-1].fault.kind == "disk":
@@ -373,16 +382,18 @@ def disturb(
                 break
             if left and (not strikes or seen.has_recovered(strikes[-1])):
                 if max(seen.final, default=0) >= left[0].step:
-                    fault = left.pop(0)
-                    time.sleep(fault.pause * seen.step_s)
+                    time.sleep(left[0].pause * seen.step_s)
                     now_s, load = time.monotonic(), os.getloadavg()[0]
-                    who, end = site.strike(fault)
-                    until_s = now_s if end is None else now_s + config.for_s
-                    strikes.append(Strike(fault, who, now_s, until_s, load))
-                    say(f"after step {max(seen.final)}: {fault.kind}, {who}")
+                    if (struck := site.strike(left[0])) is not None:
+                        who, end = struck
+                        until_s = now_s if end is None else now_s + config.for_s
+                        strikes.append(Strike(left.pop(0), who, now_s, until_s, load))
+                        say(f"after step {max(seen.final)}: {strikes[-1].fault.kind}, {who}")
     finally:
         if end is not None:
             end()
+        for join in site.joins:
+            join.wait()
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(15)
@@ -392,11 +403,6 @@ def disturb(
     if process.returncode:
         wrong += [f"the job ended with {process.returncode}:", *said[-12:]]
     return seen, strikes, wrong
-
-
-def is_loss(line: str) -> bool:
-    """Return whether a line of the launcher says that it noticed a loss."""
-    return "lost" in line
 
 
 def differences(seen: Timeline, out: Path, undisturbed: Path) -> list[str]:
@@ -435,9 +441,9 @@ def _result(
     steps = seen.steps()
     ends = [*(strike.at_s for strike in strikes[1:]), math.inf]
     costs = [seen.cost_of(*pair) for pair in zip(strikes, ends, strict=True)]
-    lost_s = sum(cost.lost_s for cost in costs)
     whole_s = steps[-1][0] - steps[0][0] if steps else 0.0
-    useful = max(0.0, 1 - lost_s / whole_s) if whole_s else 0.0
+    lost_s = whole_s - seen.useful_s
+    useful = seen.useful_s / whole_s if whole_s else 0.0
     again_bytes, repeated = sum(c.again_bytes for c in costs), sum(c.repeated for c in costs)
     heads = (
         *("fault", "whom", Number("step", "d"), Number("detected s", ".1f")),
