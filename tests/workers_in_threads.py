@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -55,6 +56,30 @@ def lose(made: LocalRoles, name: str) -> None:
     """Stop a server, and have the coordinator find at once that its lease is over."""
     made.stop(name)
     find_lost(made, name)
+
+
+def lose_group(made: LocalRoles, group: int) -> None:
+    """Stop the scheduler of a group whose workers have gone, and find at once that all are lost."""
+    made.stop(f"scheduler{group}")
+    keeper = made.roles["coordinator"]
+    assert isinstance(keeper, Coordinator)
+    keeper._schedulers.leave(group)
+
+
+def connections(log: str) -> dict[str, set[str]]:
+    """Return of each process in the logs of a job the roles to which its sockets have connected."""
+    found: dict[str, set[str]] = {}
+    for process, to in re.findall(r"(\w+ ?\d): connected to \S+/(\w+)\n", log):
+        found.setdefault(process, set()).add(to)
+    return found
+
+
+def allowed_connections(workers: Sequence[int]) -> dict[str, set[str]]:
+    """Return what `connections` finds of two servers and of workers whose groups are `workers`."""
+    servers = {"coordinator", "server0", "server1"}
+    found = {f"worker {n}": {*servers, f"scheduler{group}"} for n, group in enumerate(workers)}
+    found |= {f"scheduler{group}": {"coordinator"} for group in workers}
+    return found | {name: servers - {name} for name in servers - {"coordinator"}}
 
 
 def find_lost(made: LocalRoles, name: str) -> None:

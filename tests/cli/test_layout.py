@@ -18,14 +18,6 @@ def test_one_axis_without_stages_needs_no_words() -> None:
     assert said("dp2") == ""
 
 
-def test_every_rank_is_named_with_its_coordinates() -> None:
-    lines = [line.split() for line in said("dp2,fsdp2").splitlines()]
-    assert lines[1] == ["rank", "dp", "fsdp", "host"]
-    assert lines[2:] == [
-        ["0", "0", "0", "0"], ["1", "0", "1", "0"], ["2", "1", "0", "0"], ["3", "1", "1", "0"],
-    ]  # fmt: skip
-
-
 def test_stages_are_told_with_their_layers_and_cost() -> None:
     text = said("pp2")
     assert "embedding, blocks 0-7" in text

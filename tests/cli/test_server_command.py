@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from namespaces import HOSTS
+from namespaces import HOSTS, kill_all_on
 from namespaces import switch as switch
 from phalanx.cli.main import main
 from phalanx.config import BatchConfig, TrainConfig
@@ -124,11 +125,34 @@ class Hosts:
             process.wait()
 
 
+def connected_by_tcp(pids: dict[str, int]) -> dict[str, set[str]]:
+    """Return of each process those to which it has a TCP connection, as the kernel knows.
+
+    A connection is from the process of its socket to the one that listens at the other end.
+    """
+    tables: dict[str, list[list[str]]] = {}
+    for name, pid in pids.items():
+        found = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
+        inodes = {each[8:-1] for each in found if each.startswith("socket:[")}
+        lines = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()]
+        tables[name] = [line for line in lines if line[9] in inodes]
+    listens, established = "0A", "01"
+    where = {line[1]: name for name, of in tables.items() for line in of if line[3] == listens}
+    return {
+        name: {where[line[2]] for line in of if line[3] == established and line[2] in where}
+        for name, of in tables.items()
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.fresh_ranks
 @pytest.mark.usefixtures("switch")
-def test_a_job_on_two_hosts_computes_what_one_process_does(tmp_path: Path) -> None:
-    """Strangers speak to the coordinator meanwhile: without keys, and with another job's."""
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_job_on_two_hosts_computes_what_one_process_does(is_killed: bool, tmp_path: Path) -> None:
+    """Each host has a group of workers; one host is killed on the way.
+
+    Strangers speak to the coordinator meanwhile: without keys, and with another job's.
+    """
     config = small_run(tmp_path, batch=BatchConfig(global_size=12, microbatch=2), steps=30)
     train(TrainConfig(**{**vars(config), "out": str(tmp_path / "alone")}))
     (tmp_path / "job.toml").write_text(to_toml(stored_settings(config)))
@@ -141,10 +165,12 @@ def test_a_job_on_two_hosts_computes_what_one_process_does(tmp_path: Path) -> No
     try:
         journal = ("--journal", str(tmp_path / "journal"))
         words = ("server", "coordinator", *secret, "--address", where, *journal)
-        hosts.start("coordinator", first, *words)
-        hosts.start("scheduler", first, "server", "scheduler", *member, "tcp://10.77.1.1:*")
-        hosts.start("server0", first, "server", "server", *member, "tcp://10.77.1.1:*")
-        hosts.start("server1", second, "server", "server", *member, "tcp://10.77.1.2:*")
+        hosts.start("coordinator", first, *words, "--num-groups", "2")
+        for number, host in enumerate(HOSTS):
+            own = (*member, f"tcp://10.77.1.{number + 1}:*")
+            group = ("--group", str(1 - number))  # a worker is of the group of its host
+            hosts.start(f"scheduler{number}", host, "server", "scheduler", *own, *group)
+            hosts.start(f"server{number}", host, "server", "server", *own)
         hosts.wait_for("coordinator", "at tcp://10.77.1.1:7100")
         strange = "import socket\ns = socket.create_connection(('10.77.1.1', 7100))\n"
         strange += "s.sendall(b'GET / HTTP/1.1' * 300)"
@@ -155,11 +181,24 @@ def test_a_job_on_two_hosts_computes_what_one_process_does(tmp_path: Path) -> No
             asked = ("--server.coordinator", where, "--server.worker", str(worker))
             words = ("train", "--config", str(tmp_path / "job.toml"), "--strategy", "dp2:ps")
             hosts.start(f"worker{worker}", host, *words, *own, *asked)
-        for name, process in hosts.made.items():
-            assert process.wait(300) == 0, hosts.text(name)
-        assert "worker 1 is done; worker 0 has the summary" in hosts.text("worker1")
+        run = tmp_path / "run0"
+        while not (run / "metrics.jsonl").exists() or len(losses(run)) < 5:
+            time.sleep(0.05)
+            assert hosts.made["worker0"].poll() is None, hosts.text("worker0")
+        roles, servers = list(hosts.made)[:5], {"server0", "server1"}
+        found = connected_by_tcp({name: each.pid for name, each in hosts.made.items()})
+        due = {f"worker{n}": {"coordinator", *servers, f"scheduler{n}"} for n in range(2)}
+        due |= {name: {"coordinator"} for name in ("scheduler0", "scheduler1")}
+        due |= {name: {"coordinator", *servers} - {name} for name in servers}
+        assert found == {**due, "coordinator": set[str]()}
+        if is_killed:
+            kill_all_on(second)
+            roles = [name for name in roles if not name.endswith("1")]
+        for name in [*roles, "worker0", *["worker1"] * (not is_killed)]:
+            assert hosts.made[name].wait(300) == 0, hosts.text(name)
+        assert is_killed or "worker 1 is done; worker 0 has the summary" in hosts.text("worker1")
         assert "refused" not in hosts.text("coordinator")
-        assert all("the job has ended" in hosts.text(name) for name in list(hosts.made)[:4])
+        assert all("the job has ended" in hosts.text(name) for name in roles)
         ours, alone = losses(tmp_path / "run0"), losses(tmp_path / "alone")
         torch.testing.assert_close(ours, alone, rtol=1e-10, atol=0)
     finally:

@@ -6,8 +6,9 @@ A fence is one of these; `not run: REASON` after the language says why no test r
     ```console   commands after `$ `, and what they print
     ```python    a whole script
     ```toml      the file of settings, which test_reference.py reads
+    ```yaml      the file of a system, which test_two_machines.py reads
     ```order X   an order that tests/parallel/test_fsdp_order.py reads from a run
-    ```text      a message, a formula or a tree: nothing to run
+    ```text X    a message, a formula, a tree or the file X of a system: nothing to run
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Final
 ROOT: Final = Path(__file__).parents[2]
 PAGES: Final = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
-LANGUAGES: Final = ("sh", "console", "python", "toml", "order", "text")
+LANGUAGES: Final = ("sh", "console", "python", "toml", "yaml", "order", "text")
 NOT_RUN: Final = "not run: "
 
 

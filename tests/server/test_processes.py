@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import traceback
@@ -181,18 +182,22 @@ def test_nobody_is_lost_and_nobody_gives_up_where_a_whole_job_was_suspended(
 
 
 def test_coordinator_and_scheduler_may_go_and_come_back() -> None:
-    with local_roles(2) as made:
+    with local_roles(2, 2) as made:
 
         def again(name: str) -> None:
             made.stop(name)
             made.start(name)
 
-        at = {2: lambda: again("coordinator"), 4: lambda: again("scheduler")}
+        names = {2: "coordinator", 4: "scheduler0", 5: "scheduler1"}
+        at = {clock: functools.partial(again, name) for clock, name in names.items()}
         end(run(made, Consistency("ps", 2), 7, at))
         assert "term 2 begins" in made.log.read_text()
-        scheduler = made.roles["scheduler"]
-        assert isinstance(scheduler, TaskScheduler) and scheduler.tasks is not None
-        assert scheduler.tasks.is_over  # it knows also what was pushed before it began
+        for name, worker in (("scheduler0", 0), ("scheduler1", 1)):
+            scheduler = made.roles[name]
+            assert isinstance(scheduler, TaskScheduler) and scheduler.tasks is not None
+            assert scheduler.tasks.workers == {worker}
+            # it knows also what was pushed before it began
+            assert scheduler.tasks.done.below[worker] == 7
 
 
 @pytest.mark.parametrize(

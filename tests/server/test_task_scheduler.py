@@ -62,6 +62,46 @@ def test_workers_are_not_lost_while_the_scheduler_does_not_listen(
         scheduler.close()
 
 
+def test_tasks_of_a_group_that_is_lost_are_spread_over_the_others(
+    tmp_path: Path, now_s: list[float]
+) -> None:
+    """Of three groups; the coordinator's map is all that a scheduler knows of the others."""
+    own = ("scheduler0", Secret.new(), f"ipc://{tmp_path}/scheduler0", lambda _: None)
+    scheduler = TaskScheduler("job", f"ipc://{tmp_path}/coordinator", "1", *own, group=0)
+    groups = [{"workers": [at, at + 3], "num_live": 2, "scheduler": ""} for at in range(3)]
+    asks = {"tasks": [7, 0, 1], "is_open": False}
+
+    def helped() -> list[int]:
+        """Return the slots whose tasks are assigned to worker 0, which waits; others beat."""
+        scheduler.member.map["groups"] = groups
+        for worker in (0, 3):
+            scheduler.handle(b"", WireMessage("beat", {**asks, "worker": worker}))
+        assert scheduler.tasks is not None
+        found = list[int]()
+        while (task := scheduler.tasks.help(0, 0, is_through=False)) is not None:
+            scheduler.tasks.finish(*task)
+            found.append(task[1])
+        return found
+
+    try:
+        assert scheduler.facts()["group"]["num_live"] is None
+        assert helped() == []  # nobody has heard of worker 6, which may come
+        assert scheduler.facts()["group"] == {
+            "number": 0, "workers": [0, 3], "num_live": 2, "stop_signal": 0,
+        }  # fmt: skip
+        until_s = now_s[0] + 2 * LEASE_S
+        while now_s[0] < until_s:
+            now_s[0] += 0.125
+            scheduler.tick()
+        assert helped() == [6]
+        groups[1]["num_live"] = 0
+        assert helped() == [4]  # the tasks of worker 1 go to group 2
+        groups[2]["num_live"] = 0
+        assert helped() == [1, 2, 5]
+    finally:
+        scheduler.close()
+
+
 @given(st.integers(0, 2**32), st.booleans())
 @settings(max_examples=50, deadline=None)
 def test_each_task_is_done_once_however_workers_come_and_go(seed: int, is_open: bool) -> None:

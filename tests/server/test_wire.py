@@ -245,7 +245,8 @@ def test_no_peer_without_the_secret_is_heard_whoever_it_says_it_is() -> None:
                         pass
         known = ends.link()
         known.send(WireMessage("pull", {"q": 4}))
-        assert [message.kind for message in ends.hear(1)] == ["pull"] and not ends.lines
+        assert [message.kind for message in ends.hear(1)] == ["pull"]
+        assert {*ends.lines} == {f"connected to {ends.listener.address}"}
         assert not ends.hear(1, 0.5)
     finally:
         if raw is not None:

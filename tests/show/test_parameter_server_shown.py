@@ -9,6 +9,8 @@ import pytest
 from phalanx.config.command_line import read_command_line
 from phalanx.report.tabular import Table
 from phalanx.show.parameter_server import ShowServer, served_links, show_parameter_server, trace
+from phalanx.show.shown import JobRoles
+from workers_in_threads import allowed_connections
 
 
 def computed_with(grid: Table) -> list[list[tuple[int, int]]]:
@@ -38,6 +40,18 @@ def test_the_masters_link_carries_all_and_a_ring_spreads_it() -> None:
     assert any(step > version for row in stale for step, version in row)
     slow = computed_with(traces["async"])[2]
     assert slow[1][1] > slow[1][0]  # the others have gone ahead
+    (roles,) = [part for part in shown.parts if isinstance(part, JobRoles)]
+    connected = {process: set(peers) for process, peers in roles.connected.items()}
+    assert connected == allowed_connections([0, 0, 1, 1])
+    assert roles.groups == [
+        ["scheduler0", "worker 0", "worker 1"], ["scheduler1", "worker 2", "worker 3"]
+    ]  # fmt: skip
+    on_servers = [int(n) for name in ("server0", "server1")
+                  for n in re.findall(r"W\[(\d+)\]", roles.shapes[name])]  # fmt: skip
+    assert len(on_servers) == 2 and sum(on_servers) == 96
+    synchronous, asynchronous = roles.tasks.values()
+    assert all(tasks == ["0@0", "1@1", "2@2", "3@3"] for tasks in synchronous.values())
+    assert asynchronous["worker 3"][3] != "3@3"
 
 
 def test_bytes_grow_with_the_workers() -> None:

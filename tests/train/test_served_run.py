@@ -39,6 +39,7 @@ from phalanx.train.report.summary import Summary
 from phalanx.train.run import NOTHING, train
 from phalanx.train.served_session import ServedSession
 from small_run import SHAPE, losses, records, small_run
+from workers_in_threads import allowed_connections, connections
 
 UNTIED = dataclasses.replace(SHAPE, tied=False)
 BY_ROWS = ServerConfig(table_rule="adagrad", table_lr=0.05)
@@ -65,15 +66,19 @@ def test_synchronous_workers_take_the_step_of_one_process_and_resume(
     then: str, tmp_path: Path
 ) -> None:
     alone = run(tmp_path, "dp1", "alone", steps=6)
-    ours = run(tmp_path, "dp2:ps", "served", steps=6, save_every=3)
+    groups = ServerConfig(groups=2)
+    ours = run(tmp_path, "dp2:ps", "served", steps=6, save_every=3, server=groups)
     torch.testing.assert_close(ours, alone, rtol=1e-12, atol=0)
+    logs = (tmp_path / "served" / "logs").glob("*.log")
+    assert connections("".join(log.read_text() for log in logs)) == allowed_connections([0, 1])
     of_one, of_worker = (
         records(tmp_path / name, "summary")[0]["utilization"] for name in ("alone", "served")
     )
     assert of_one["model_flops_causal"] == 2 * of_worker["model_flops_causal"]
     assert of_one["num_devices"] == of_worker["num_devices"] == 1
     middle = manifest.complete_checkpoints(tmp_path / "served")[3]
-    again = run(tmp_path, then, "again", steps=6, resume=str(middle))
+    server = groups if then == "dp3:ps" else ServerConfig()
+    again = run(tmp_path, then, "again", steps=6, resume=str(middle), server=server)
     torch.testing.assert_close(again, alone[3:], rtol=1e-12, atol=0)
 
 
@@ -150,6 +155,11 @@ def test_other_consistencies_learn(strategy: str, tmp_path: Path) -> None:
     ("strategy", "settings", "words"),
     [
         ("dp2:local/4", {"steps": 6}, "synchronize only after every 4 steps; the nearest is 8"),
+        (
+            "dp2:ps",
+            {"steps": 4, "server": ServerConfig(groups=3)},
+            "server.groups is 3, but dp2:ps has 2 workers; the nearest is 2",
+        ),
         ("dp2:ps", {"steps": 4, "debug_comm": True}, "has none; leave debug_comm out"),
         ("dp2:ps", {"steps": 4, "profile": "active=1"}, "profile without servers, such as dp2"),
         ("dp2:local/2", {"steps": 4, "server": ServerConfig(rule="sgd")}, "server.rule is sgd"),
@@ -372,11 +382,19 @@ def test_rounds_end_by_a_signal_after_one_that_is_saved(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fresh_ranks
-@pytest.mark.parametrize("role", ["server0", "scheduler", "coordinator", "rank 0", "rank 1"])
-def test_training_resumes_where_a_process_is_killed(
-    role: str, clean: tuple[Path, list[float]], tmp_path: Path
+@pytest.mark.parametrize(
+    "killed",
+    [["server0"], ["scheduler0"], ["scheduler1"], ["coordinator"], ["rank 0"], ["rank 1"],
+     ["scheduler1", "rank 2"]],
+    ids=" and ".join,
+)  # fmt: skip
+def test_training_resumes_where_processes_are_killed(
+    killed: list[str], clean: tuple[Path, list[float]], tmp_path: Path
 ) -> None:
-    """The losses are equal to the bit: no update is lost or doubled, and each sample is in once."""
+    """The losses are equal to the bit: no update is lost or doubled, and each sample is in once.
+
+    The run has two groups of workers, the undisturbed one has one.
+    """
     config = small_run(tmp_path, batch=BatchConfig(global_size=12, microbatch=2))
     out = Path(str(config.out))
     (tmp_path / "go.py").write_text(
@@ -385,7 +403,8 @@ def test_training_resumes_where_a_process_is_killed(
         "if __name__ == '__main__':\n"
         "    train(pickle.load(open(sys.argv[1], 'rb')))\n"
     )
-    given = TrainConfig(**{**vars(config), "strategy": "dp3:ps", "steps": 60})
+    more = {"strategy": "dp3:ps", "steps": 60, "server": ServerConfig(groups=2)}
+    given = TrainConfig(**{**vars(config), **more})
     (tmp_path / "config").write_bytes(pickle.dumps(given))
     process = subprocess.Popen([sys.executable, tmp_path / "go.py", tmp_path / "config"])
 
@@ -395,9 +414,12 @@ def test_training_resumes_where_a_process_is_killed(
     while num_steps() < 8 and process.poll() is None:
         time.sleep(0.05)
     text = "".join(file.read_text() for file in (out / "logs").glob("*.log"))
-    number = re.findall(rf"{role}[:,] process (\d+)", text)[-1]
-    os.kill(int(number), signal.SIGKILL)
+    for name in killed:
+        number = re.findall(rf"{name}[:,] process (\d+)", text)[-1]
+        os.kill(int(number), signal.SIGKILL)
     assert process.wait(120) == 0
+    text = "".join(file.read_text() for file in (out / "logs").glob("*.log"))
+    assert connections(text) == allowed_connections([0, 0, 1])
     steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     found = {line["step"]: line["loss"] for line in steps if line["kind"] == "step"}
     due = dict(enumerate(clean[1], 1))

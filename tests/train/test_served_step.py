@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ from phalanx.config import OptimizerConfig
 from phalanx.config.schema import ServerConfig
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
-from phalanx.server.processes import LocalRoles, local_roles
+from phalanx.server.processes import LocalRoles, local_roles, log_of
 from phalanx.server.task_scheduler import Tasks
 from phalanx.train.local_step import LocalStep
 from phalanx.train.optimizer import build_optimizer, learning_rate
 from phalanx.train.served_step import AsyncStep, ClockedStep, ServedStep
+from workers_in_threads import allowed_connections, connections, lose_group
 
 NUM_STEPS = 4
 AS_SET = ServerConfig()
@@ -157,31 +159,47 @@ def test_a_step_whose_samples_another_has_pushed_records_their_loss(
 
 
 def test_three_workers_take_a_hundred_steps_of_one_process() -> None:
-    """Two servers; float64, so that the order of sums alone is left: 1e-12."""
+    """In one group, or in two of which one is lost on the way, with its scheduler.
+
+    Two servers; float64, so that the order of sums alone is left: 1e-12.
+    """
     num_steps, consistency, config = 100, Consistency("ps", 3), OptimizerConfig(lr=1e-2)
     batches = torch.randn(num_steps, 12, 3, dtype=torch.float64)
+    parts = [[batch[:3], batch[3:5], batch[5:]] for batch in batches]  # rows of no one number
     found: dict[int, list[torch.Tensor]] = {}
 
     def net() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(3, 40), nn.Tanh(), nn.Linear(40, 2)).double()
 
-    def work(made: LocalRoles, number: int, model: nn.Module) -> None:
+    def work(made: LocalRoles, number: int, model: nn.Module, num_of_last: int) -> None:
         given: Any = (model, build_optimizer(model, config), Squares(), config)
         step = ClockedStep(*given, comm=SingleRankComm(), num_steps=num_steps)
-        client = Client(made.meeting, number, consistency, (0, num_steps), timeout_s=60)
+        step.batch_of = lambda clock, slot: [parts[clock][slot]]
+        log = log_of(f"worker {number}", made.log)
+        client = Client(made.meeting, number, consistency, (0, num_steps), 60.0, log)
         step.join(client, AS_SET, is_first=number == 0)
-        for batch in batches:
-            step([batch[:3], batch[3:5], batch[5:]][number : number + 1])  # rows of no one number
+        for each in parts[: num_of_last if number == 2 else num_steps]:
+            step(each[number : number + 1])
         found[number] = [p.detach().clone() for p in model.parameters()]
         client.close()
+        if number == 2 and num_of_last < num_steps:
+            lose_group(made, 1)
 
-    with local_roles(2) as made:
-        threads = [threading.Thread(target=work, args=(made, n, net())) for n in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    def train(num_groups: int, num_of_last: int = num_steps) -> list[list[torch.Tensor]]:
+        with local_roles(2, num_groups) as made:
+            given = [(made, n, net(), num_of_last) for n in range(3)]
+            threads = [threading.Thread(target=work, args=each) for each in given]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            due = allowed_connections([n * num_groups // 3 for n in range(3)])
+            assert connections(made.log.read_text()) == due
+        return [found[0], found[1], found[2 if num_of_last == num_steps else 0]]
+
+    one, two = train(1), train(2, num_steps - 3)
+    assert all(map(torch.equal, chain(*one), chain(*two)))
     alone = net()
     optimizer = build_optimizer(alone, config)
     for number, batch in enumerate(batches):
@@ -193,9 +211,9 @@ def test_three_workers_take_a_hundred_steps_of_one_process() -> None:
         optimizer.step()
     due = [p.detach() for p in alone.parameters()]
     for number in range(3):
-        for ours, theirs in zip(found[number], due, strict=True):
+        for ours, theirs in zip(one[number], due, strict=True):
             assert float((ours - theirs).abs().max() / theirs.abs().max()) <= 1e-12
-    assert all(torch.equal(a, b) for a, b in zip(found[0], found[2], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one[0], one[2], strict=True))
 
 
 @pytest.mark.parametrize("rule", ["sgd", "momentum"])

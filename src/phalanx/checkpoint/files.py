@@ -58,7 +58,7 @@ def find_whole(path: Path, *, compares: bool) -> Checkpoint:
     damaged: dict[Path, str] = {}
     run = manifest.run_folder(path)
     is_run = run == path or path.name == "checkpoints"
-    for folder in reversed(manifest.complete_checkpoints(run).values()) if is_run else ():
+    for folder in reversed(manifest.saved_states(run).values()) if is_run else ():
         try:
             checkpoint = manifest.find_and_read(folder)
             if compares:

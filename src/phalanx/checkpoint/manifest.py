@@ -33,6 +33,7 @@ from phalanx.checkpoint.untrusted import (
     write_json,
 )
 from phalanx.errors import CheckpointError
+from phalanx.launch.launched import launched
 from phalanx.models.shape import ModelShape
 from phalanx.storage import Checksum, hint_of_missing
 
@@ -60,6 +61,9 @@ EARLIER_LENGTHS = "earlier lengths"
 
 NUM_NAMED = 3
 """Number of older checkpoints that the error message for a damaged one lists."""
+
+IN_MEMORY: Final = "states-in-memory"
+"""Folder in `Launched.folder`: states in memory of the run /a/b are in states-in-memory/a/b."""
 
 OLDER: Final = "; older checkpoints that can be used instead: "
 
@@ -156,6 +160,13 @@ class Checkpoint(NamedTuple):
     folder: Path
     about: Manifest
     damaged: Mapping[Path, str] = {}
+
+    def on_this_host(self) -> Path:
+        """Return the folder: of a state in memory that rank 0 has found, the one of this host."""
+        parts = self.folder.parts
+        if (job := launched()) is None or IN_MEMORY not in parts:
+            return self.folder
+        return Path(job.folder, *parts[parts.index(IN_MEMORY) :])
 
     def words(self) -> list[str]:
         """Return a line for each checkpoint in `damaged`."""
@@ -256,7 +267,12 @@ def folder_of(run: Path, steps_done: int, kind: str = "step") -> Path:
 
 
 def run_of(folder: Path) -> Path | None:
-    """Return the run folder that contains the checkpoint `folder`; None if there is none."""
+    """Return the run of the checkpoint `folder`; None if there is none.
+
+    The run of a state in memory is its folder on disk.
+    """
+    if IN_MEMORY in (parts := folder.parts):
+        folder = Path("/", *parts[parts.index(IN_MEMORY) + 1 :])
     named = [folder] if len(folder.parts) > 2 else []  # else the run is the working folder
     for path in (*named, Path(os.path.abspath(folder)), folder.resolve()):  # there may be links
         if path.parent.name == "checkpoints":
@@ -289,6 +305,18 @@ def complete_checkpoints(run: Path) -> dict[int, Path]:
         if (step := _step_of(folder if has_name else folder.with_suffix(""))) is not None:
             found.append((step, has_name, folder))
     return {step: folder for step, _, folder in sorted(found)}
+
+
+def saved_states(run: Path) -> dict[int, Path]:
+    """Return `complete_checkpoints` of a run, and of a launched job its states in memory too."""
+    states = complete_checkpoints(run) | complete_checkpoints(in_memory_of(run) or run)
+    return dict(sorted(states.items()))
+
+
+def in_memory_of(run: Path) -> Path | None:
+    """Return the folder of this host for a run's states in memory; None if there is none."""
+    job = launched()
+    return None if job is None else Path(job.folder, IN_MEMORY, *run.absolute().parts[1:])
 
 
 def _step_of(folder: Path) -> int | None:

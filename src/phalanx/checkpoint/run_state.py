@@ -118,7 +118,7 @@ class RunState:
             CheckpointError: it is damaged, or from another model, optimizer or script. Then all
                 objects have their states of before; see `state.load` for the weights.
         """
-        folder, about, _ = start
+        folder, about = start.on_this_host(), start.about
         together = CombinedOptimizer(self.optimizers)
         objects = [*self.parts.values(), *self.registered.objects]
         with unchanged_on_error(objects, together.param_groups):

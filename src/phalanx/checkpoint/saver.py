@@ -57,7 +57,7 @@ NICENESS = 10
 """Added niceness of the writer thread: Linux gives it a tenth of an ordinary thread's time."""
 
 
-class _Save(NamedTuple):
+class Save(NamedTuple):
     """One save: its number, its folder and manifest, the write plan, and this rank's tensors."""
 
     number: int
@@ -103,10 +103,10 @@ class Saver:
         self.keep = keep
         self._lock = RunLock(run)
         doing = f"cannot save in {run}"
-        mark = on_first_rank(self._lock.take, doing)
+        mark = on_first_rank(self._claim, doing)
         limit_s = job_timeout().total_seconds() if timeout_s is None else timeout_s
         self._progress = SaveProgress(mark, limit_s)
-        all_or_none(lambda: self._lock.check_shared(mark), doing)  # also a barrier
+        all_or_none(lambda: self._check_shared(mark), doing)  # also a barrier
         self._copy = HostCopy()
         self._plan = WritePlan({}, dist.get_world_size())
         self._num_stages = num_stages
@@ -170,7 +170,7 @@ class Saver:
         self._final = manifest.folder_of(self.run, about.steps_done, kind)
         best = about.state["best"]["step"] if "best" in about.state else None
         number = self._progress.begin()
-        save = _Save(
+        save = Save(
             *(number, self._final, partial_of(self._final), about),
             *(self._plan, infos, pieces, replaces, best),
         )
@@ -237,6 +237,31 @@ class Saver:
             self._copy.release()
             self._lock.release()
 
+    # What differs if each host has a folder of its own (in_memory.py).
+
+    def _claim(self) -> str:
+        """Claim the folder on rank 0; return a name that is unique to this saver."""
+        return self._lock.take()
+
+    def _check_shared(self, mark: str) -> None:
+        self._lock.check_shared(mark)
+
+    def _open(self, save: Save) -> None:
+        """Make the folder of a save on this rank, before its file is written."""
+        if self._progress.rank == 0:
+            make_partial(save.final, replaces=save.replaces)
+
+    def _publish(self, save: Save, about: Manifest) -> None:
+        """Publish a save on rank 0, once all ranks have written their files."""
+        moved = partial(self._progress.report_publishing, save.number)
+        moved()
+        publish(save.partial, save.final, about, moved)
+        # Before the others are notified, so that an error is raised on every rank.
+        remove_older(self.run, self.keep, save.best, moved)
+
+    def _conclude(self, save: Save) -> None:
+        """End a save on this rank, once rank 0 has published it."""
+
     def _ours(self, held: dict[str, LocalShard]) -> dict[str, TensorInfo]:
         """Return the tensors that this rank writes; recompute the plan if the shardings change."""
         shardings = {name: each.sharding for name, each in held.items()}
@@ -272,7 +297,7 @@ class Saver:
         kind = PeerLost if isinstance(error, PeerLost) else CheckpointError
         return kind(f"cannot save {self._final} ({last}): {reason_of(error)}")
 
-    def _write(self, save: _Save, failures: list[CheckpointError | PeerLost]) -> None:
+    def _write(self, save: Save, failures: list[CheckpointError | PeerLost]) -> None:
         """Write this rank's file and publish the save: the target of the writer thread.
 
         An error is appended to `failures`, which nobody reads if the save has been given up.
@@ -285,7 +310,8 @@ class Saver:
             if self._progress.rank == 0:
                 self._save_first(save)
             else:
-                _save_other(save, self._progress)
+                self._save_other(save)
+            self._conclude(save)
         except (CheckpointError, PeerLost) as error:
             failures.append(error)
         except TimeoutError:
@@ -297,7 +323,7 @@ class Saver:
             failed = CheckpointError(f"the writer failed: {reason_of(error)}")
             failures.append(self._failed(failed))
 
-    def _save_first(self, save: _Save) -> None:
+    def _save_first(self, save: Save) -> None:
         """Create the folder, write this rank's file, and publish once all ranks have written."""
         # The commit of a checkpoint:
         #
@@ -311,17 +337,13 @@ class Saver:
         # The manifest is the last file written, and has the checksums of all others.
         progress, number = self._progress, save.number
         try:
-            make_partial(save.final, replaces=save.replaces)
+            self._open(save)
             progress.publish_outcome(number, "open")
             progress.report(number, "written", _write_file(save, progress))
             written = itertools.chain(*progress.wait(number))
             files = {name: tuple(checksum) for name, checksum in written}
             files[index.NAME] = index.write(save.partial, save.plan)
-            moved = partial(progress.report_publishing, number)
-            moved()
-            publish(save.partial, save.final, dataclasses.replace(save.about, files=files), moved)
-            # Before the others are notified, so that an error is raised on every rank.
-            remove_older(self.run, self.keep, save.best, moved)
+            self._publish(save, dataclasses.replace(save.about, files=files))
         except Exception as error:  # after any error other ranks must stop waiting
             failure = self._failed(error)
             progress.publish_outcome(number, "failed", failure)
@@ -329,26 +351,27 @@ class Saver:
             raise failure from error
         progress.publish_outcome(number, "published")
 
-
-def _save_other(save: _Save, progress: SaveProgress) -> None:
-    """Write this rank's file, and wait until rank 0 has published the checkpoint."""
-    progress.wait_to_begin(save.number)
-    try:
+    def _save_other(self, save: Save) -> None:
+        """Write this rank's file, and wait until rank 0 has published the checkpoint."""
+        progress = self._progress
+        progress.wait_to_begin(save.number)
         try:
-            progress.report(save.number, "written", _write_file(save, progress))
-        except (CheckpointError, PeerLost, dist.DistError):
+            try:
+                self._open(save)
+                progress.report(save.number, "written", _write_file(save, progress))
+            except (CheckpointError, PeerLost, dist.DistError):
+                raise
+            except Exception as error:  # after any error rank 0 must stop waiting
+                progress.report(save.number, "failed", reason_of(error))
+            progress.wait(save.number)
+        except (CheckpointError, PeerLost):  # rank 0 may have removed the folder already
+            with suppress(OSError):
+                (save.partial / file_of(progress.rank)).unlink(missing_ok=True)
+                save.partial.rmdir()
             raise
-        except Exception as error:  # after any error rank 0 must stop waiting
-            progress.report(save.number, "failed", reason_of(error))
-        progress.wait(save.number)
-    except (CheckpointError, PeerLost):  # rank 0 may have removed the folder already
-        with suppress(OSError):
-            (save.partial / file_of(progress.rank)).unlink(missing_ok=True)
-            save.partial.rmdir()
-        raise
 
 
-def _write_file(save: _Save, progress: SaveProgress) -> list[tuple[str, Checksum]]:
+def _write_file(save: Save, progress: SaveProgress) -> list[tuple[str, Checksum]]:
     """Write this rank's file; return its name and checksum, or [] without tensors to write."""
     if not save.infos:
         return []

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import socket
 import time
 from dataclasses import dataclass
-from typing import Any, Final
+from pathlib import Path
+from typing import Annotated, Any, Final
 
+from phalanx.cli import doctor_hosts
 from phalanx.config.command_line import read_command_line
-from phalanx.errors import PhalanxError
+from phalanx.config.fields import Range
+from phalanx.errors import ConfigError, PhalanxError
+from phalanx.planner import calibration_file
 from phalanx.report.output import print_json
 from phalanx.report.tabular import Line, Table
 from phalanx.report.terminal import Terminal
@@ -37,6 +43,20 @@ TEST_TIMEOUT_S: Final = 10.0
 class DoctorConfig:
     """Check the installation: show versions, devices and backends, and connect two processes."""
 
+    peer: str | None = None
+    """Check the link to this host: name, route, ports, MTU, clocks, versions, bandwidth."""
+    hosts: str | None = None
+    """Check the links of all pairs of these hosts: a:2,b:2 with numbers of ranks, or a file."""
+    listen: bool = False
+    """Answer --peer of another host, which then needs no ssh to this one."""
+    port: Annotated[int, Range(1, 65535, "[]")] = 29500
+    """Port of --listen, and of the store of the job."""
+    out: str = "runs"
+    """Folder of the run, which all hosts must share."""
+    ssh: str = "ssh"
+    """The command ssh, with options of your own."""
+    write: str | None = None
+    """FILE.json that keeps latency and bandwidth, which plan --cluster FILE.json reads."""
     json: bool = False
     """Make the last line of standard output one JSON document."""
 
@@ -44,6 +64,10 @@ class DoctorConfig:
 def run(argv: list[str]) -> int:
     """Print the report; return 1 if the self-test of two processes failed, else 0."""
     config = read_command_line(argv, DoctorConfig, prog="phalanx doctor")
+    if config.listen:
+        doctor_hosts.listen(config.port, Terminal())
+    if config.peer is not None or config.hosts is not None:
+        return _of_hosts(config)
     found = examine()
     if config.json:
         print_json(found)
@@ -51,6 +75,44 @@ def run(argv: list[str]) -> int:
         rows = [(Line(name, "bold"), text) for name, text in _rows(found)]
         Terminal().show(Table("", ("", ""), rows))
     return 0 if found["self_test"]["passed"] else 1
+
+
+def _of_hosts(config: DoctorConfig) -> int:
+    """Check hosts and their links; return 1 if something is wrong, else 0."""
+    ranks = dict[str, int]()
+    if config.hosts is not None:
+        text = config.hosts
+        if Path(text).is_file():
+            text = ",".join(re.sub(r"\s+slots=", ":", Path(text).read_text()).split())
+        for word in text.split(","):
+            name, _, number = word.partition(":")
+            ranks[name] = int(number or 0)
+    else:
+        assert config.peer is not None
+        ranks = {socket.gethostname(): 0, config.peer: 0}
+    path = None if config.write is None else calibration_file.path_of(config.write)
+    terminal = Terminal()
+    examination = doctor_hosts.Examination(
+        [*ranks],
+        ranks,
+        terminal,
+        ssh=config.ssh,
+        port=config.port,
+        out=os.path.abspath(config.out),
+        may_listen=config.peer is not None,
+    )
+    try:
+        examination.run()
+    except OSError as error:
+        raise ConfigError(f"a host was lost: {error}") from None
+    if len(examination.hosts) > 1:
+        terminal.show(examination.matrix())
+    if path is not None:
+        examination.keep(path)
+        terminal.show(Line(f"wrote {path}", wraps=False))
+    if config.json:
+        print_json(examination)
+    return 1 if examination.num_faults else 0
 
 
 def examine() -> dict[str, Any]:

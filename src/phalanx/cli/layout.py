@@ -1,4 +1,4 @@
-"""Tables on the strategy that a run prints first: rank coordinates, pipeline stages, tp shards."""
+"""Tables on the strategy that a run prints first: pipeline stages, tp shards."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ from phalanx.report.tabular import Line, Number, Part, Table
 from phalanx.report.units import percent
 from phalanx.strategy import Strategy
 
-MAX_LISTED_RANKS = 32
-"""Most ranks that the table lists; further ranks are only mentioned."""
-
 
 def tables_of(strategy: Strategy, shape: ModelShape, num_microbatches: int) -> list[Part]:
     """Return tables and lines on a strategy for a decoder; empty if there is nothing to show."""
     said: list[Part] = []
     if len(strategy.mesh_axes()) > 1:
         num_here = int(os.environ.get("LOCAL_WORLD_SIZE", strategy.num_ranks))
-        said += [rank_table(strategy, num_here)]
         said += [Line(line, "yellow") for line in host_crossing_warnings(strategy, num_here)]
     plan = plan_decoder(strategy, shape)
     schedule = plan.schedule(num_microbatches)
@@ -42,21 +38,6 @@ def tables_of(strategy: Strategy, shape: ModelShape, num_microbatches: int) -> l
     if plan.layout is not None:
         said += [split_table(plan.table())]
     return said
-
-
-def rank_table(strategy: Strategy, num_here: int) -> Table:
-    """Return a table of each rank's coordinates and host, with `num_here` ranks per host."""
-    axes = strategy.mesh_axes()
-    rows = list[Sequence[str]]()
-    for rank in range(min(strategy.num_ranks, MAX_LISTED_RANKS)):
-        coords, left = list[int](), rank
-        for size in reversed(axes.values()):
-            left, coord = divmod(left, size)
-            coords.insert(0, coord)
-        rows.append([*map(str, (rank, *coords, rank // num_here))])
-    note = f"... and so on to rank {strategy.num_ranks - 1}; the last axis varies fastest"
-    heads = ["rank", *axes, "host"]
-    return Table("Ranks and hosts", heads, rows, heads, note * (len(rows) < strategy.num_ranks))
 
 
 def host_crossing_warnings(strategy: Strategy, num_here: int) -> Iterator[str]:

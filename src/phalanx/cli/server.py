@@ -40,8 +40,12 @@ class ServerRoleConfig:
     """Address of the coordinator; of a scheduler and a server."""
     name: str | None = None
     """Name of a server in the job; its host and a random number if unset."""
+    group: Annotated[int, Range(0, 64)] = 0
+    """Number of the worker group of a scheduler; workers on its host are of this group."""
     num_servers: Annotated[int, Range(1, 64, "[]")] = 2
     """Number of servers that hold the weights; the coordinator waits for all of them."""
+    num_groups: Annotated[int, Range(1, 64, "[]")] = 1
+    """Number of worker groups, of one scheduler each; the coordinator waits for all of them."""
     journal: str = "phalanx-journal"
     """File of the coordinator's state; one that is started again reads it."""
 
@@ -97,15 +101,18 @@ def _serve(config: ServerRoleConfig, secret: str, address: str) -> None:
 
     is_first = config.role == "coordinator"
     name = config.name or config.role or ""
+    if config.role == "scheduler" and config.name is None:
+        name = f"scheduler{config.group}"
     if config.role == "server" and config.name is None:
         name = f"{os.uname().nodename}-{secrets.token_hex(4)}"
     coordinator = address if is_first else _given(config, "coordinator")
     check_address("address", address)
     check_address("coordinator", coordinator)
     meeting = JobAddress(coordinator, read_secret(Path(secret)))
-    roles = JobRoles(meeting.secret.job, meeting, Path(config.journal), config.num_servers)
+    numbers = config.num_servers, config.num_groups
+    roles = JobRoles(meeting.secret.job, meeting, Path(config.journal), *numbers)
     try:
-        role = roles.make(config.role or "", name, address, note)
+        role = roles.make(config.role or "", name, address, note, config.group)
     except zmq.ZMQError as error:
         raise ConfigError(
             f"address is {address}, where this host cannot listen: {error}; expected an address "

@@ -136,6 +136,8 @@ class ServerConfig:
 
     num_servers: Annotated[int, Use.LOCAL, Range(1, 64, "[]")] = 2
     """Servers that the weights are spread over; of two or more, each is the backup of another."""
+    groups: Annotated[int, Use.LOCAL, Range(1, 64, "[]")] = 1
+    """Groups of workers, of equally many or one more, each with a scheduler of its own."""
     grace_s: Annotated[float, Use.EQUAL, Range(0, 60, "[]")] = 0.0
     """How long an update of dp:quorum that has its quorum waits for more, in seconds."""
     rule: Annotated[Literal["adamw", "sgd", "momentum"], Use.EQUAL] = "adamw"
@@ -185,6 +187,10 @@ class RunConfig:
     keep_checkpoints: Annotated[int | None, Use.EQUAL, Range(1)] = None
     """Of the checkpoints after every `save_every` steps and at the end, how many to keep, the
     latest; all of them if unset."""
+    memory_every: Annotated[int | None, Use.EQUAL | Use.NOT_SAVED, Range(0)] = None
+    """Most steps that a restart by `phalanx launch` loses, by saves in memory, of which each host
+    also has another host's part; 0: restarts resume from the disk. Unset: as few as take 4 % of
+    the time, and 0 without restarts."""
     best: Annotated[str | None, Use.EQUAL] = None
     """Measure of the evaluations whose best checkpoint is kept, whatever else is removed: min:loss,
     or min: or max: and the name of a metric, such as max:accuracy; none if unset."""

@@ -221,6 +221,7 @@ class Agent:
             self._clear()
             if self._folder.name:
                 shutil.rmtree(self._folder, ignore_errors=True)
+                sweep()
 
     # Messages of the launcher.
 
@@ -285,6 +286,7 @@ class Agent:
             generation=message["generation"],
             strategy=message["strategy"],
             first=message["original"],
+            restarts=message["restarts"],
             run=message["run"],
         )
         for local_rank in range(message["num_here"]):
@@ -419,8 +421,8 @@ def kill(pid: int | None) -> None:
             end(pid, signal.SIGKILL)
 
 
-def sweep(job: str) -> None:
-    """Remove the folders of agents that were killed, and kill an agent that `job` had before."""
+def sweep(job: str = "") -> None:
+    """Remove the folders of agents that were killed, and kill the one that `job` had before."""
     for folder in FOLDERS.glob("phalanx-*-*"):
         _, pid, name = folder.name.split("-", 2)
         with suppress(OSError, ValueError):

@@ -8,6 +8,7 @@ of this package and of torch must be equal too, because messages between ranks m
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
@@ -41,7 +42,16 @@ def agree(
         #          prepare       wait 0     prepare       wait 2
         #          facts         prepare    facts         prepare         from files of the first
         # rank 0 waits for the last, reads all texts only if one differs, and releases all
+        host = socket.gethostname()
+        store.set(f"host of {env.rank}", host)
         if env.local_rank > 0:
+            # Without this, ranks would share memory, and a GPU by its number, across hosts.
+            if (other := _read(store, f"host of {env.rank - 1}")) != host:
+                raise ConfigError(
+                    f"LOCAL_RANK {env.local_rank} of {host} is rank {env.rank}, but rank "
+                    f"{env.rank - 1} is on {other}: the ranks of a host must be consecutive; deal "
+                    "them out host by host, as mpirun --map-by slot and mpiexec -ppn do"
+                )
             _read(store, env.here.start)
         with PULSE.doing("preparing the job"):
             value = prepare()

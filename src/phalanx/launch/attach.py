@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from phalanx.errors import ConfigError, Interrupted, PhalanxError, ScriptError, message_of
-from phalanx.launch import signals, slurm, torchrun
+from phalanx.launch import schedulers, signals, torchrun
 from phalanx.launch.agreement import check_same
 from phalanx.launch.failure import READER_LEFT, is_reader_gone, reader_has_left, report
 from phalanx.launch.heartbeat import PULSE
@@ -114,7 +114,7 @@ def attach(
                 f"the script by: phalanx run SCRIPT --device {device}"
             )
         return joined
-    slurm.adopt()
+    schedulers.adopt()
     limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
     if is_under_torchrun():
         job = torchrun.joined(lambda: facts, dict, device=device, threads=None, timeout_s=limit_s)

@@ -59,11 +59,16 @@ def address_towards(host: str) -> str:
 
 def interface_of(address: str) -> str | None:
     """Return the name of the interface that has an IPv4 address, or None if none has."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an address
-                request = struct.pack("256s", name.encode())
-                answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return None
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if address_of(name) == address), None)
+
+
+def address_of(interface: str) -> str:
+    """Return the IPv4 address of an interface; "" if it has none, or off Linux."""
+    if sys.platform != "linux" or not interface:
+        return ""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        request = struct.pack("256s", interface.encode())
+        answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)
+        return socket.inet_ntoa(answer[20:24])
+    return ""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from phalanx.errors import ConfigError
 from phalanx.storage import replace_file
 
 VARIABLE: Final = "PHALANX_LAUNCHED"
@@ -31,6 +32,7 @@ class Launched:
     Attributes:
         folder: folder of the agent in the host's memory (tmpfs), which outlives the ranks.
         generation: number of restarts so far.
+        restarts: number of restarts after which the job ends.
         strategy: strategy in place of the command's; None: the command's.
         first: strategy of the first generation; None in it.
         run: folder of the run to resume from its latest state; None: the command's.
@@ -38,6 +40,7 @@ class Launched:
 
     folder: str
     generation: int = 0
+    restarts: int = 1
     strategy: str | None = None
     first: str | None = None
     run: str | None = None
@@ -51,6 +54,15 @@ def launched() -> Launched | None:
     """Return what the agent passed to this rank; None in a process that no agent started."""
     text = os.environ.get(VARIABLE)
     return None if text is None else Launched(**json.loads(text))
+
+
+def require_agent(memory_every: int | None) -> None:
+    """Raise ConfigError if states shall be in memory, and no agent started this process."""
+    if memory_every and launched() is None:
+        raise ConfigError(
+            f"memory_every is {memory_every}, but no process would outlive the ranks with their "
+            "state in memory; start the job by phalanx launch, or leave memory_every out"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

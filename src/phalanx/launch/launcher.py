@@ -195,7 +195,7 @@ class Launcher:
         self._strategy: str | None = None
         self._report: JobReport | None = None
         self._generation = 0
-        self._lost_s: float | None = None
+        self._ended_s, self._why = 0.0, ""  # when a generation ended, and why
         self._joining: tuple[Remote, socket.socket] | None = None
         self._is_stopping_to_join = False
         self._begin_generation()
@@ -228,7 +228,6 @@ class Launcher:
             end = self._watch()
             if end.exit_code is not None:
                 return end.exit_code
-            self._lost_s = time.monotonic()
             if end.lost:
                 report(end.lost)
                 if restarts == self._request.restarts:
@@ -259,6 +258,7 @@ class Launcher:
             run = self._report.run if self._report is not None else None
             self._generation += 1
             hosts = ",".join(str(remote.host) for remote in self._remotes)
+            self._why = "loss was seen" if end.lost else "ranks were asked to end"
             which = f"restart {restarts} of {self._request.restarts}" if end.lost else "join"
             where = "the begin" if self._report is None else f"the last state of {run or 'its run'}"
             report(f"{which}: {strategy or f'{num_ranks} ranks'} on {hosts}, from {where}")
@@ -409,6 +409,7 @@ class Launcher:
                     **{"first": num_before, "num_here": num_here, "num_ranks": num_ranks},
                     **{"address": address, "port": port, "command": self._request.command},
                     **{"strategy": strategy, "original": self._strategy, "run": run},
+                    restarts=self._request.restarts,
                 )
             num_before += num_here
 
@@ -457,7 +458,8 @@ class Launcher:
             #     an error of the program     ends the job, with the exit code of the first
             #     a rank or host is lost      begins the next generation
             #     a peer of a rank is lost    one of both, which takes a while to show
-            since_s = now_s if since_s is None else since_s
+            if since_s is None:
+                since_s = self._ended_s = now_s
             if now_s - since_s < (PEERS_S if is_vague else TOGETHER_S) and not all_ranks <= ended:
                 continue
             if self._stop:
@@ -546,9 +548,9 @@ class Launcher:
                 self._report = JobReport(**message["value"])
                 self._strategy = self._strategy or self._report.strategy
             elif kind == "step":
-                if self._lost_s is not None and not self._has_stepped:
-                    took = f"{time.monotonic() - self._lost_s:.1f} s after the ranks had ended"
-                    report(f"step {message['value']} is done, {took}")
+                if self._generation and not self._has_stepped:
+                    took_s = time.monotonic() - self._ended_s
+                    report(f"step {message['value']} is done, {took_s:.1f} s after the {self._why}")
                 self._has_stepped = True
             else:
                 remote.answers[kind] = message
@@ -626,7 +628,7 @@ class Launcher:
             remote.host = replace(remote.host, num_ranks=num_ranks)
             self._prepare([remote])
             report(f"host {remote.host} joins: the ranks save and end after this step")
-            self._is_stopping_to_join = True
+            self._is_stopping_to_join, self._ended_s = True, time.monotonic()
             self._send_signal(signal.SIGTERM)
             connection.sendall(b"")
 

@@ -1,4 +1,4 @@
-"""The rank of this process, as the environment of torchrun or Slurm defines it."""
+"""The rank of this process, as the environment of torchrun or another launcher defines it."""
 
 from __future__ import annotations
 

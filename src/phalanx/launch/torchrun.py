@@ -1,4 +1,4 @@
-"""Join the job for which torchrun (or Slurm) started this process.
+"""Join the job for which torchrun (or Slurm, or mpirun) started this process.
 
 The ranks connect to a store before they join. The first rank of each host prepares the job's data,
 then the other ranks of the host prepare too and reuse it. Only when all ranks have prepared, with
@@ -29,7 +29,7 @@ from phalanx.errors import (
     shortened,
     within_limits,
 )
-from phalanx.launch import interface, slurm
+from phalanx.launch import interface, link, schedulers
 from phalanx.launch.agreement import agree, failing_together
 from phalanx.launch.failure import (
     READER_LEFT,
@@ -135,7 +135,7 @@ def joined(
         device = _use_device(env, device)
         torch.set_num_threads(threads or max(1, num_cores() // env.num_here))
         join.raise_file_limit()
-        with within_limits(f"rank {env.rank} cannot join the job"):
+        with within_limits(f"rank {env.rank} cannot join the job"), link.explained(env):
             store = meet(env, timeout_s)
         # The watch runs from the second on, so that a rank that never joins is named too:
         #
@@ -200,6 +200,7 @@ def _join(env: RankEnv, store: Store, device: str, timeout_s: float) -> None:
     address = interface.choose(dist.PrefixStore("interface", store), env)
     try:
         with PULSE.doing("joining the job"):
+            link.check_links(dist.PrefixStore("links", store), env, address)
             own_store = dist.PrefixStore("join", store)
             join.join(env.rank, env.num_ranks, store=own_store, device=device, timeout_s=timeout_s)
     except RuntimeError as error:
@@ -297,7 +298,12 @@ def run_verb(prepare: Callable[[], Value], work: Callable[[Value], int]) -> int:
 
     As a rank of a job, do not return but exit; one rank of each host reports an error of `prepare`.
     """
-    slurm.adopt()
+    try:
+        schedulers.adopt()
+    except ConfigError as error:
+        if is_under_torchrun():
+            leave_failed(error, is_everyones=True)
+        raise
     if not is_under_torchrun():
         return work(prepare())
     try:

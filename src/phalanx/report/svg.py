@@ -77,6 +77,11 @@ class SvgDrawing:
             'repeatCount="indefinite"/></circle>'
         )
 
+    def line(self, begin: tuple[float, float], end: tuple[float, float], colour: str) -> None:
+        """Add a thin line."""
+        (x, y), (u, v) = begin, end
+        self._lines.append(f'<path d="M{x:.5g} {y:.5g}L{u:.5g} {v:.5g}" stroke="{colour}"/>')
+
     @contextmanager
     def turn(self, number: int, turns: int) -> Generator[None]:
         """Show the shapes added inside in step `number` of `turns` only; number 0 if static."""

@@ -1,7 +1,7 @@
 """Read the records of a run, `metrics.jsonl`, as a stream; no torch.
 
-    environment  config  step  step  evaluation  memory  ranks ... | config  step ...  summary
-    process 1, killed at a step: it has no summary                 | process 2, resumed
+    environment  placement  config  step  evaluation  memory  ranks ... | config  step ...  summary
+    process 1, killed at a step: it has no summary                      | process 2, resumed
 
 A resumed run appends to the same file: its first step replaces the record of that step and of all
 later ones, which the new process takes again. Other records are of the last process only.
@@ -36,6 +36,7 @@ class RunRecords:
     Attributes:
         folder: the run's folder.
         environment: machine and versions of the last process.
+        placement: places of the ranks of the last process.
         config: settings of the last process.
         summary: summary of the last process; empty if it was killed, or still runs.
         columns: name -> the value in each step record; NaN where a record has none.
@@ -50,6 +51,7 @@ class RunRecords:
 
     folder: Path
     environment: Record = field(default_factory=dict[str, Any])
+    placement: Record = field(default_factory=dict[str, Any])
     config: Record = field(default_factory=dict[str, Any])
     summary: Record = field(default_factory=dict[str, Any])
     columns: dict[str, array[float]] = field(default_factory=lambda: {"step": array("d")})
@@ -84,7 +86,7 @@ class RunRecords:
             self.ranks.clear()
             self.begin = self.num_steps
             self.num_processes += 1
-        elif kind in ("environment", "summary"):
+        elif kind in ("environment", "placement", "summary"):
             setattr(self, kind, record)
         elif kind == "ranks":
             self.ranks.append(record)

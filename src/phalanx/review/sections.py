@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from phalanx.measure.clock import offset, read_comparisons
 from phalanx.measure.peaks import NO_GRADE, grade_of
+from phalanx.measure.placement import Placement
 from phalanx.measure.spans import CollectiveSpan, CounterSample, StepSpans, read_spans, span_files
 from phalanx.measure.straggler import accuse, window_from
 from phalanx.measure.trackers import sent_by_axis, settings_of
@@ -461,6 +462,8 @@ def _environment(run: RunRecords) -> Parts:
         "gpus": "; ".join(f"{number} x {gpu}" for gpu, number in gpus.items()) or "none",
     }
     yield Table("", ("", ""), [*rows.items()])
+    if at := run.placement:
+        yield Placement(at["axes"], at["ranks"]).table()
 
 
 def _commands(run: RunRecords) -> Parts:

@@ -73,6 +73,7 @@ class _Arguments:
     nonfinite: Literal["stop", "skip"]
     timeout_s: Annotated[float | None, TIMEOUT_S]
     keep: Annotated[int | None, Range(1)]
+    memory_every: Annotated[int | None, Range(0)]
     max_norm: Annotated[float, Range(0, ends="(]")]
     p: Annotated[float, Range(0, ends="(]")]
     decay: Annotated[float | None, Range(0, 1)]

@@ -17,6 +17,9 @@ from phalanx.errors import StrategyError
 from phalanx.launch.attach import attach, check_end, report_in_one_message
 from phalanx.launch.failure import report
 from phalanx.launch.launched import JobReport, launched
+from phalanx.launch.rank_env import read_rank_env
+from phalanx.measure.placement import gathered
+from phalanx.report.terminal import text_of
 from phalanx.script.checks import check_arguments
 from phalanx.script.run import Run
 from phalanx.script.whole_weights import explain_shard_error
@@ -89,6 +92,8 @@ def init(
             "torchrun and Slurm start no process to compare with; compare on one host by: "
             f"phalanx verify {parsed} --script {sys.argv[0]}"
         )
+    if read_rank_env().num_here < num_ranks and (placement := gathered(comm)) is not None:
+        report(text_of(placement.table()))
     if comm.is_first and job is not None:
         JobReport(strategy=str(parsed), run=None).write(job.folder)
     if debug_comm:

@@ -112,6 +112,7 @@ class RankLoader:
         piece_sizes: number of this rank's rows in each piece of the last batch.
         num_batch_rows: rows of the last batch on all ranks.
         before_batch: called before a batch is fetched.
+        between_batches: called between two batches of a pass, before the second is fetched.
     """
 
     def __init__(
@@ -149,6 +150,7 @@ class RankLoader:
         self._generator = generator
         self._on_batch, self._deals_unevenly = on_batch, deals_unevenly
         self.before_batch: Callable[[], None] = lambda: None
+        self.between_batches: Callable[[], None] = lambda: None
         self._pieces = pieces
         self._first_row = self._num_rows = 0
         self.own_rows = range(0)
@@ -225,6 +227,8 @@ class RankLoader:
                 if not self.is_used and number == self.num_begun:
                     self.batches_done, self._skip = 0, skip
                 raise
+            if not is_last:
+                self.between_batches()
             self.before_batch()
         self._first_row += self._num_rows
         self.epoch, self.batches_done = self.epoch + 1, 0

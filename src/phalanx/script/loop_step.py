@@ -74,6 +74,7 @@ class JobSettings(NamedTuple):
     seed: int
     name: str
     nonfinite: Literal["stop", "skip"]
+    memory_every: int | None = None
 
 
 class ReadBatch(NamedTuple):
@@ -530,6 +531,11 @@ class LoopStep:
                 "save: called between run.backward and optimizer.step(); a checkpoint does not "
                 "store these gradients, but counts their batches as used; save after the step"
             )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all optimizers have stepped since the last backward."""
+        return self.state is State.REDUCED and len(self._stepped) == len(self._optimizers)
 
     def reset(self) -> None:
         """Abandon the current step; the next backward starts a new step."""

@@ -36,6 +36,7 @@ class Prepared:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.averages: list[WeightAverage] = []
+        self.between_steps: Callable[[], None] = lambda: None  # set by `Saves.resume`
         self.job = job
         self._gathers = Gathers(job.comm)
         # A compiled loss may call it.
@@ -172,6 +173,7 @@ class Prepared:
                 RankLoader(each, comm, self.generator, self._note, deals_unevenly=is_uneven)
             )
             self.loaders[-1].before_batch = self._before_batch
+            self.loaders[-1].between_batches = self._between_batches
             return self.loaders[-1]
         elif isinstance(each, nn.Module) or each is None:
             pass
@@ -201,6 +203,10 @@ class Prepared:
     def _before_batch(self) -> None:
         if self.step is not None and self.step.profile is not None and torch.is_grad_enabled():
             self.step.profile.enter("data")
+
+    def _between_batches(self) -> None:
+        if self.step is not None and torch.is_grad_enabled() and self.step.is_over:
+            self.between_steps()
 
     def _note(self, loader: RankLoader, batch: Any) -> None:
         self.reading.note(loader, batch)

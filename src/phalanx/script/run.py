@@ -74,12 +74,14 @@ class Run:
         seed: int,
         name: str,
         nonfinite: Literal["stop", "skip"] = "stop",
+        memory_every: int | None = None,
     ) -> None:
         self.comm = comm
         self.strategy = strategy
         self.accumulation = accumulation
         self._is_profiled = False  # by the command line
-        self._prepared = Prepared(JobSettings(comm, strategy, accumulation, seed, name, nonfinite))
+        plain = (accumulation, seed, name, nonfinite, memory_every)
+        self._prepared = Prepared(JobSettings(comm, strategy, *plain))
         self._saves = Saves(self._prepared, str(strategy), self.print)
 
     @property

@@ -14,8 +14,9 @@ from torch import nn
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.files import find_whole
+from phalanx.checkpoint.in_memory import pace_of, recover
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
-from phalanx.checkpoint.optimizer_state import OptimizerSettings, SavedSchedule
+from phalanx.checkpoint.optimizer_state import CombinedOptimizer, OptimizerSettings, SavedSchedule
 from phalanx.checkpoint.registered import Registered
 from phalanx.checkpoint.run_state import RunState, Several, Stateful
 from phalanx.checkpoint.saver import Saver
@@ -98,16 +99,18 @@ class Saves:
         prepared = self._prepared
         model, step = prepared.require_model("resume")
         path = _folder_of("resume", folder)
+        recover()
         found = on_first_rank(lambda: latest(path), f"cannot resume from {path}")
         if found is not None:
             self._state(model).load(found)
         self.registered.is_closed = True
         if found is None:
             self._show(f"no checkpoint in {folder} yet: starts from scratch")
+            self._save_in_memory(path)
             return False
         where, about, damaged = found
         run = manifest.run_folder(path)
-        there = on_first_rank(lambda: manifest.complete_checkpoints(run), f"cannot resume {run}")
+        there = on_first_rank(lambda: manifest.saved_states(run), f"cannot resume {run}")
         whole = [step for step, each in there.items() if each not in damaged]
         if is_last := max(whole, default=0) == about.steps_done:
             self._folders[run], self._starts[run] = run, found
@@ -116,7 +119,26 @@ class Saves:
         _note_position(run if is_last else where, where)
         for line in [*found.words(), f"resumes from {where}, after step {step.steps_done}"]:
             self._show(line)
+        self._save_in_memory(run)
         return True
+
+    def _save_in_memory(self, run: Path) -> None:
+        """Save in memory between steps from now on, if the job is launched so."""
+        of, (model, step) = self._prepared, self._prepared.require_model("resume")
+        run = on_first_rank(run.absolute, f"cannot resume {run}")
+        where = (model, CombinedOptimizer(of.optimizers), step.steps_done)
+        if (
+            of.job.memory_every == 0
+            or (pace := pace_of(run, of.job.memory_every, *where, self._show)) is None
+        ):
+            return
+
+        def save() -> None:
+            of.refuse_average("save")
+            about = manifest_of(self._strategy, of.steps_done, is_passing=True)
+            self._state(model).begin_save(pace.saver, about, replaces=True)
+
+        of.between_steps = lambda: pace.after_step(of.steps_done, save)
 
     def _state(self, model: nn.Module) -> RunState:
         """Return the objects to save; register the extra state of the model's modules once."""
@@ -181,7 +203,7 @@ def latest(folder: Path) -> Checkpoint | None:
 
 def _has_checkpoint(folder: Path) -> bool:
     """Return whether a folder is a checkpoint, or a run with complete ones."""
-    return (folder / manifest.NAME).exists() or bool(manifest.complete_checkpoints(folder))
+    return (folder / manifest.NAME).exists() or bool(manifest.saved_states(folder))
 
 
 def _note_position(folder: Path, where: Path) -> None:

@@ -24,13 +24,14 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.in_memory import recover
 from phalanx.config.fields import SEED, STEPS, Range
 from phalanx.config.profile_options import ProfileOptions
 from phalanx.config.schema import MOST_ROWS, JobConfig, RunConfig
 from phalanx.config.validate import AUTO
 from phalanx.errors import ConfigError
 from phalanx.launch.attach import report_in_one_message
-from phalanx.launch.launched import launched
+from phalanx.launch.launched import launched, require_agent
 from phalanx.launch.rank_env import read_rank_env
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.arguments import check_job, check_python, finding_modules, not_ending
@@ -75,6 +76,7 @@ class Options(RunConfig):
             raise ConfigError(f"phalanx.Options: out is {self.out!r}; expected a folder")
         object.__setattr__(self, "out", Path(self.out))  # from text, too
         check_settings(self)
+        require_agent(self.memory_every)
         log_of(self.log_to)
         if self.profile is not None:
             ProfileOptions.parse(self.profile)
@@ -179,7 +181,8 @@ class Trainer:
                 accumulation = -(-self.accumulation * ranks[0] // ranks[1])
                 trainer = dataclasses.replace(self, accumulation=accumulation)
         if job is not None and job.run is not None:
-            is_begun = bool(manifest.complete_checkpoints(Path(job.run)))
+            recover()
+            is_begun = bool(manifest.saved_states(Path(job.run)))
             options = dataclasses.replace(options, out=Path(job.run), resume=is_begun)
         if strategy == AUTO:
             resume = str(options.out) if options.resume else None

@@ -13,9 +13,10 @@ from torch import Tensor
 from phalanx.server.consistency import Consistency
 from phalanx.server.message import NAMES, WireMessage, num_frames
 from phalanx.server.placement import CHUNK_BYTES, PlacedWeights
-from phalanx.server.requests import SCHEDULER, JobAddress, Requests
+from phalanx.server.requests import COORDINATOR, SCHEDULER, JobAddress, Requests
 from phalanx.server.role import Settings
 from phalanx.server.shared import MappedShards, SharedView, copy_concatenated
+from phalanx.server.wire import Log
 
 
 class Client:
@@ -35,10 +36,10 @@ class Client:
 
     def __init__(
         self, meeting: JobAddress, worker: int, consistency: Consistency, tasks: tuple[int, int],
-        timeout_s: float = 600.0,
+        timeout_s: float = 600.0, log: Log = lambda _: None,
     ) -> None:  # fmt: skip
         """Join a job, see `Requests`."""
-        self.requests = Requests(meeting, worker, consistency, tasks, timeout_s)
+        self.requests = Requests(meeting, worker, consistency, tasks, timeout_s, log)
         self.worker, self.consistency = worker, consistency
         self.num_live = consistency.num_slots
         self.sent_bytes = self.received_bytes = 0
@@ -47,16 +48,23 @@ class Client:
         self.is_shared = True
 
     def ask_scheduler(self, kind: str, **fields: Any) -> WireMessage:
-        """Send a request to the scheduler; return its answer, and update `num_live`.
+        """Send a request to the group's scheduler; return its answer, and update `num_live`.
 
-        With an asynchronous kind, a change of `num_live` is sent to the servers.
+        The scheduler learns what all workers have pushed. With an asynchronous kind, a change of
+        `num_live` is sent to the servers.
         """
-        asked = WireMessage(kind, {**self.requests.identity, **fields})
+        fields |= {**self.requests.identity, "done": list(self.done.items())}
+        asked = WireMessage(kind, fields)
         reply = self.requests.ask({SCHEDULER: asked})[SCHEDULER]
         before, self.num_live = self.num_live, int(reply["num_live"])
         if self.num_live != before and self.consistency.is_asynchronous:
             self._ask_all("live", num_live=self.num_live)
         return reply
+
+    def agree(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the facts of the job that its first worker has sent to the coordinator."""
+        asked = {COORDINATOR: WireMessage("agree", {"facts": facts})}
+        return self.requests.ask(asked)[COORDINATOR]["facts"]
 
     def leave(self, signum: int = 0) -> int:
         """Notify the scheduler that this worker takes no more steps; return how many are live.
@@ -139,7 +147,7 @@ class Client:
             self.sent_bytes += sum(tensor.nbytes for tensor in tensors)
         replies = self.requests.ask(requests)
         self._note_done(replies.values())
-        self.ask_scheduler("finish", clock=clock, slot=slot, done=list(self.done.items()))
+        self.ask_scheduler("finish", clock=clock, slot=slot)
         return min(int(reply["update"]) for reply in replies.values())
 
     def totals(

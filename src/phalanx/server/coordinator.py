@@ -5,7 +5,8 @@ Every change starts a new epoch. A starting coordinator starts a new term of the
 coordinator detects this at its next change, and exits, and members ignore maps of older terms. A
 server whose lease is over (liveness.py) is lost, and is evicted from the map: the backup of each
 shard becomes its primary, and another server becomes the backup. A server's heartbeat thread
-reports that it is alive, its loop which shards it has copied.
+reports that it is alive, its loop which shards it has copied. A worker group whose scheduler is
+lost has no live worker in the map, so that the schedulers of the other groups assign its tasks.
 """
 
 from __future__ import annotations
@@ -140,8 +141,9 @@ class Coordinator(Role):
     The map has `term`, `epoch`, `homes` (name -> weight of the first servers, on which chunks are
     placed), `addresses` by name, `incarnations` (name -> id of its process), `holders` (for each
     shard its primary, then its backup), `since` (for each shard the epoch in which its backup was
-    assigned), `scheduler` (its address), `protocol`, `job`, `ended` and `closed` (all members
-    know of the end).
+    assigned), `groups` (for each worker group the address of its `scheduler`, its `workers` and how
+    many of them are live), `stop_signal`, `protocol`, `job`, `ended` and `closed` (all members know
+    of the end).
 
     Attributes:
         map: the map.
@@ -152,8 +154,9 @@ class Coordinator(Role):
     kind = "coordinator"
 
     def __init__(
-        self, num_servers: int, job: str, journal: Path, secret: Secret, address: str, log: Log
-    ) -> None:
+        self, num_servers: int, job: str, journal: Path, secret: Secret, address: str, log: Log,
+        num_groups: int = 1,
+    ) -> None:  # fmt: skip
         super().__init__("coordinator", secret, address, log)
         try:
             self._journal = JobJournal(journal, job)
@@ -163,15 +166,17 @@ class Coordinator(Role):
         self._num_servers = num_servers
         self.map: Settings = self._journal.load() or {
             "job": job, "epoch": 0, "homes": {}, "addresses": {}, "incarnations": {},
-            "holders": [], "since": [], "scheduler": "", "ended": False,
+            "holders": [], "since": [], "stop_signal": 0, "ended": False,
+            "groups": [{"scheduler": "", "workers": [], "num_live": 0} for _ in range(num_groups)],
         }  # fmt: skip
         self.map |= {"term": self._journal.term, "protocol": PROTOCOL}
         self.leases = Leases(lambda: self.clock.now_s, self.map["addresses"])
-        self._scheduler = Leases(lambda: self.clock.now_s, ["scheduler"])
+        self._schedulers = Leases(lambda: self.clock.now_s, range(len(self.map["groups"])))
+        self._facts: Settings | None = None
         self.synced = set[tuple[int, str]]()
         self._asked_s: dict[tuple[str, str], float] = {}  # first request for a name in use
         self._ended_s = 0.0
-        self._told = set[str]()  # servers, and the scheduler's address, notified of the end
+        self._told = set[str]()  # servers, and addresses of schedulers, notified of the end
         self.change(f"term {self._journal.term} begins")
 
     @override
@@ -193,6 +198,11 @@ class Coordinator(Role):
             self.map["ended"] = True
             self.change("the job has ended")
         return self.on_map(message)
+
+    def on_agree(self, message: WireMessage) -> WireMessage:
+        """Return the facts of the job that the first worker has sent."""
+        self._facts = self._facts or message["facts"]
+        return answer("ok", facts=self._facts)
 
     def on_alive(self, message: WireMessage) -> None:
         """Renew the lease of a server, unless it is lost or replaced."""
@@ -223,14 +233,43 @@ class Coordinator(Role):
         if beat["role"] != "scheduler":
             self._hear_server(beat)
             return self.on_map(beat)
-        self._scheduler.renew("scheduler")
-        address = str(beat["address"])
+        self._hear_scheduler(beat)
+        return self.on_map(beat)
+
+    def _hear_scheduler(self, beat: WireMessage) -> None:
+        """Note the address and the workers of a group's scheduler.
+
+        Raises:
+            ValueError: the job has no such group, or another process is its scheduler.
+        """
+        address, said, groups = str(beat["address"]), beat["group"], self.map["groups"]
+        if (number := int(said["number"])) >= len(groups):
+            raise ValueError(
+                f"it is the scheduler of group {number}, but the job has groups 0 to "
+                f"{len(groups) - 1}; give the coordinator --num-groups {number + 1}"
+            )
+        group, is_silent = groups[number], number in self._schedulers.older(LEASE_S)
+        if group["scheduler"] not in ("", address) and not is_silent:
+            name = f"scheduler{number}"
+            self._refuse_later(name, str(beat["incarnation"]), "each scheduler its own --group")
+            return
+        self._schedulers.renew(number)
+        self.map["stop_signal"] = self.map["stop_signal"] or int(said["stop_signal"])
+        group["workers"] = sorted({*group["workers"], *said["workers"]})
+        if said["num_live"] is not None:  # else it has just started, and workers are yet to ask
+            self._set_live(number, int(said["num_live"]))
         if self.map["ended"]:
             self._told.add(address)
-        if self.map["scheduler"] != address:
-            self.map["scheduler"] = address
-            self.change(f"the scheduler is at {address}")
-        return self.on_map(beat)
+        if group["scheduler"] != address:
+            group["scheduler"] = address
+            self.change(f"the scheduler of group {number} is at {address}")
+
+    def _set_live(self, number: int, num_live: int) -> None:
+        """Note how many workers of a group are live; its scheduler may be lost."""
+        group = self.map["groups"][number]
+        if group["num_live"] and not num_live and not self.map["ended"]:
+            self.log(f"group {number} has no live worker; others get the tasks that it has left")
+        group["num_live"] = num_live
 
     def _hear_server(self, beat: WireMessage) -> None:
         """Admit a server to the map, and note of which shards it has copies.
@@ -241,20 +280,8 @@ class Coordinator(Role):
         """
         name, incarnation = str(beat["name"]), str(beat["incarnation"])
         if self.map["incarnations"].get(name) != incarnation:
-            if (
-                name in self.leases.renewed_s
-            ):  # the name belongs to a process until that one is lost
-                now_s, key = self.clock.now_s, (name, incarnation)
-                if key not in self._asked_s:
-                    self.log(
-                        f"another process also has the name {name}; it waits until the first is "
-                        "lost"
-                    )
-                if now_s - self._asked_s.setdefault(key, now_s) > 2 * LEASE_S:
-                    raise ValueError(
-                        f"another process already has the name {name}; give each server its own "
-                        "--name"
-                    )
+            if name in self.leases.renewed_s:
+                self._refuse_later(name, incarnation, "each server its own --name")
                 return
             self.map["incarnations"][name] = incarnation
             self.map["addresses"][name] = str(beat["address"])
@@ -277,6 +304,18 @@ class Coordinator(Role):
                     self.change(f"shard {shard} moves to {names[1]}")
         if self.map["ended"]:
             self._told.add(name)
+
+    def _refuse_later(self, name: str, incarnation: str, advice: str) -> None:
+        """Note that a process asks for a name, which belongs to another until that one is lost.
+
+        Raises:
+            ValueError: it has waited for 2 leases.
+        """
+        now_s, key = self.clock.now_s, (name, incarnation)
+        if key not in self._asked_s:
+            self.log(f"another process also has the name {name}; it waits until the first is lost")
+        if now_s - self._asked_s.setdefault(key, now_s) > 2 * LEASE_S:
+            raise ValueError(f"another process already has the name {name}; give {advice}")
 
     def _place(self) -> None:
         """Assign each shard a primary, and a backup if there is another server for it."""
@@ -323,15 +362,18 @@ class Coordinator(Role):
     @override
     def tick(self) -> None:
         super().tick()
-        lost = self.leases.older(LEASE_S)
+        lost, silent = self.leases.older(LEASE_S), self._schedulers.older(LEASE_S)
+        for number in silent:
+            self._set_live(number, 0)
         # After the end the coordinator stays until every member that still lives has heard of it,
         # and two beats longer, for workers that ask for the map; a journal that is `closed` starts
         # no more.
         if self.map["ended"]:  # members are notified at their next heartbeat
             self._ended_s = self._ended_s or self.clock.now_s
             is_told = self.leases.renewed_s.keys() <= self._told.union(lost)
-            if not self._scheduler.older(LEASE_S):
-                is_told &= self.map["scheduler"] in self._told.union([""])
+            schedulers = {group["scheduler"] for group in self.map["groups"]}
+            schedulers -= {self.map["groups"][each]["scheduler"] for each in silent}
+            is_told &= schedulers <= self._told.union([""])
             if is_told and self.clock.now_s - self._ended_s > 2 * BEAT_S:
                 self.map["closed"] = self.is_over = True
                 self.change("all members know of the end")

@@ -1,9 +1,9 @@
 """The protocol of a job with parameter servers: each message, its sender and its answer.
 
-    worker 0 .. N-1 ----> scheduler         which tasks are mine, or are left by lost workers?
+    workers of group g --> scheduler g      which tasks are mine, or are left by lost workers?
          |        |           | beat
          | map    |           v
-         |        `-----> coordinator       the map: primary and backup of each shard
+         |        `-----> coordinator       the map: holders of each shard, members of each group
          |                    ^ beat
          v                    |
     server 0 .. S-1, the primary of a shard ---- op, copy ----> another server, its backup
@@ -35,7 +35,7 @@ from typing import Any, Final
 
 from phalanx.server.message import WireError, WireMessage
 
-PROTOCOL: Final = 7
+PROTOCOL: Final = 8
 """Version of the messages. The coordinator refuses members of another version, and a worker that
 joins refuses such a coordinator."""
 
@@ -43,15 +43,15 @@ TABLE: Final = """
 worker -> coordinator
   map                                                       -> map
   end     q?                                                -> map
+  agree   facts q shard is_known?                           -> ok facts
 
 scheduler, server -> coordinator
-  beat    name role address incarnation job? protocol? term? epoch? weight? synced?  -> map
+  beat    name role address incarnation job? protocol? term? epoch? weight? synced? group? -> map
   alive   name incarnation
 
 worker -> scheduler
   *       worker tasks is_open q? shard? is_known? done?    -> ok is_over num_live stop_signal
   beat
-  agree   facts                                             -> ok facts
   claim   clock                                             -> ok is_mine
   help    limit is_through                                  -> ok task
   finish  clock slot                                        -> ok

@@ -33,34 +33,48 @@ class JobRoles:
         meeting: address of the coordinator, and the secret.
         journal: path of the coordinator's journal.
         num_servers: number of servers that the coordinator waits for.
+        num_groups: number of worker groups, each of which has a scheduler.
     """
 
     job: str
     meeting: JobAddress
     journal: Path
     num_servers: int
+    num_groups: int = 1
 
-    def make(self, kind: str, name: str, address: str, log: Log) -> Role:
-        """Create a coordinator, a scheduler or a server that listens at `address`."""
-        secret, coordinator = self.meeting.secret, self.meeting.coordinator
+    def make(self, kind: str, name: str, address: str, log: Log, group: int = 0) -> Role:
+        """Create a coordinator, a group's scheduler or a server that listens at `address`."""
+        listener = self.meeting.secret, address, log
         if kind == "coordinator":
-            return Coordinator(self.num_servers, self.job, self.journal, secret, address, log)
-        member = TaskScheduler if kind == "scheduler" else Server
-        return member(self.job, coordinator, secrets.token_hex(8), name, secret, address, log)
+            own = self.num_servers, self.job, self.journal
+            return Coordinator(*own, *listener, self.num_groups)
+        own = self.job, self.meeting.coordinator, secrets.token_hex(8), name
+        if kind == "scheduler":
+            return TaskScheduler(*own, *listener, group)
+        return Server(*own, *listener)
 
     def make_here(self, name: str, folder: Path, log: Path) -> Role:
         """Create a role on this host, with its socket in `folder`, that appends to a log file."""
-
-        def note(line: str) -> None:
-            with log.open("a") as file:
-                file.write(f"{time.strftime('%H:%M:%S')} {name}: {line}\n")
-
-        return self.make(name.rstrip("0123456789"), name, f"ipc://{folder}/{name}", note)
+        kind = name.rstrip("0123456789")
+        group = int(name.removeprefix("scheduler")) if kind == "scheduler" else 0
+        return self.make(kind, name, f"ipc://{folder}/{name}", log_of(name, log), group)
 
 
-def names_of(num_servers: int) -> Sequence[str]:
+def log_of(name: str, path: Path) -> Log:
+    """Return a function that appends lines of a process of the job to a log file."""
+
+    def note(line: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {name}: {line}\n")
+
+    return note
+
+
+def names_of(num_servers: int, num_groups: int = 1) -> Sequence[str]:
     """Return the names of the roles of a job, the coordinator first."""
-    return ["coordinator", "scheduler", *(f"server{number}" for number in range(num_servers))]
+    schedulers = [f"scheduler{group}" for group in range(num_groups)]
+    return ["coordinator", *schedulers, *(f"server{number}" for number in range(num_servers))]
 
 
 def meeting_of(folder: Path, secret: Secret) -> JobAddress:
@@ -70,7 +84,6 @@ def meeting_of(folder: Path, secret: Secret) -> JobAddress:
 
 def serve(roles: JobRoles, name: str, folder: Path, log: Path) -> None:
     """Run a role on this host until the job has ended."""
-    log.parent.mkdir(parents=True, exist_ok=True)
     role = roles.make_here(name, folder, log)
     role.log(f"process {os.getpid()}, at {role.address}")
     PULSE.heed()  # the workers obey a stop signal and end the job, and so this role
@@ -87,20 +100,22 @@ class LocalRoles:
         folder: folder of the sockets, the journal and the log.
         meeting: address and secret with which workers join.
         num_servers: number of servers.
+        num_groups: number of worker groups.
         log: file to which all roles write.
         roles: name -> role.
     """
 
-    def __init__(self, folder: Path, num_servers: int) -> None:
+    def __init__(self, folder: Path, num_servers: int, num_groups: int = 1) -> None:
         """Start no role yet."""
         self.folder, self.meeting = folder, meeting_of(folder, Secret.new())
-        self.num_servers, self.log = num_servers, folder / "log"
+        self.num_servers, self.num_groups, self.log = num_servers, num_groups, folder / "log"
         self.roles: dict[str, Role] = {}
         self._stops: dict[str, tuple[threading.Event, threading.Thread]] = {}
 
     def start(self, name: str) -> None:
         """Start a role, named as in `names_of`."""
-        job = JobRoles("job", self.meeting, self.folder / "journal", self.num_servers)
+        numbers = self.num_servers, self.num_groups
+        job = JobRoles("job", self.meeting, self.folder / "journal", *numbers)
         self.roles[name] = role = job.make_here(name, self.folder, self.log)
         stop = threading.Event()
         thread = threading.Thread(target=role.run, args=(stop,), name=name, daemon=True)
@@ -120,12 +135,12 @@ class LocalRoles:
 
 
 @contextmanager
-def local_roles(num_servers: int = 2) -> Generator[LocalRoles]:
+def local_roles(num_servers: int = 2, num_groups: int = 1) -> Generator[LocalRoles]:
     """Run the roles of a job inside the block, for `phalanx verify` and `show`, and for tests."""
     folder = Path(tempfile.mkdtemp(prefix="phalanx-ps-"))
-    local = LocalRoles(folder, num_servers)
+    local = LocalRoles(folder, num_servers, num_groups)
     try:
-        for name in names_of(num_servers):
+        for name in names_of(num_servers, num_groups):
             local.start(name)
         yield local
     finally:

@@ -29,7 +29,7 @@ from phalanx.server.message import WireMessage
 from phalanx.server.message_table import PROTOCOL
 from phalanx.server.role import SILENT_S, Settings, no_answer
 from phalanx.server.secret import Secret
-from phalanx.server.wire import Connection
+from phalanx.server.wire import Connection, Log, is_here
 
 MOST_RESEND_S: Final = 4.0
 """Longest time between two retries of a request, in seconds; it begins with RESEND_S, and doubles
@@ -44,7 +44,10 @@ UNREPLICATED_LOSS_S: Final = 5 * LEASE_S
 back, because it was stopped or disconnected."""
 
 SCHEDULER: Final = -1
-"""Shard number that stands for the scheduler."""
+"""Shard number that stands for the scheduler of the worker's group."""
+
+COORDINATOR: Final = -2
+"""Shard number that stands for the coordinator."""
 
 ASK_MAP: Final = WireMessage("map")
 
@@ -95,6 +98,7 @@ class Requests:
 
     Attributes:
         worker: number of this worker.
+        group: number of its group.
         identity: fields of each message to the scheduler.
         map: latest map from the coordinator.
         is_leaving: whether this worker takes no more steps, so that no signal stops it.
@@ -102,9 +106,12 @@ class Requests:
 
     def __init__(
         self, meeting: JobAddress, worker: int, consistency: Consistency, tasks: tuple[int, int],
-        timeout_s: float = 600.0,
+        timeout_s: float = 600.0, log: Log = lambda _: None,
     ) -> None:  # fmt: skip
-        """Connect, and wait until the job has its servers and a scheduler.
+        """Connect, and wait until the job has its servers and the scheduler of each group.
+
+        Groups are runs of workers, of equally many or one more; but a worker on a host with
+        schedulers is of the group of one of these.
 
         Args:
             meeting: address of the coordinator.
@@ -112,9 +119,10 @@ class Requests:
             consistency: consistency model of the job.
             tasks: first clock of the job's tasks, and the clock after the last.
             timeout_s: longest wait for an answer, without time in which this process is stopped.
+            log: function that records connections, and messages that cannot be read.
         """
         self.worker, self.is_leaving, self._stop_signal = worker, False, 0
-        self._meeting, self._timeout_s = meeting, timeout_s
+        self._meeting, self._timeout_s, self._log = meeting, timeout_s, log
         self.identity: Settings = {
             "worker": worker,
             "tasks": [consistency.num_slots, *tasks],
@@ -131,19 +139,23 @@ class Requests:
         self._gone_s: dict[int, float] = {}
         self._coordinator = self._link(meeting.coordinator)
         self._asked_map_s = 0.0
-        self.map: Settings = {"epoch": -1, "term": 0, "homes": {}, "holders": [], "scheduler": ""}
+        self.map: Settings = {"epoch": -1, "term": 0, "homes": {}, "holders": [], "groups": []}
         try:
             self._wait_for(self._is_met, "the servers")
         except BaseException:
             self._unlink_all()
             raise
+        places = [is_here(each["scheduler"]) for each in self.map["groups"]]
+        due = worker * len(places) // consistency.num_slots
+        here = [group for group, is_local in enumerate(places) if is_local]
+        self.group = min(here or [due], key=lambda group: abs(group - due))
         beat = WireMessage("beat", self.identity)
         self._beats = HeartbeatThread(
-            meeting.secret, report, beat, lambda: self.map["scheduler"], self._hear_of_stop
+            meeting.secret, log, beat, lambda: self._holder(SCHEDULER), self._hear_of_stop
         )
 
     def _is_met(self) -> bool:
-        """Return whether the map has the job's servers and a scheduler.
+        """Return whether the map has the job's servers and schedulers.
 
         Raises:
             TrainingError: the job has ended, or its messages have another version.
@@ -160,7 +172,7 @@ class Requests:
                 f"the job of the coordinator at {address} has ended; a new job needs a coordinator "
                 "with a new journal"
             )
-        return bool(self.map["holders"] and self.map["scheduler"])
+        return bool(self.map["holders"]) and all(each["scheduler"] for each in self.map["groups"])
 
     def _hear_of_stop(self, reply: WireMessage) -> None:
         """Store the signal by which worker 0 ended the job; called by the heartbeat thread."""
@@ -302,7 +314,7 @@ class Requests:
         for each in due.values():
             if now_s - each.sent_s > each.resend_s:
                 each.resend_s = min(MOST_RESEND_S, 2 * each.resend_s)
-                if each.shard == SCHEDULER or each.address != self._holder(each.shard):
+                if each.shard < 0 or each.address != self._holder(each.shard):
                     self._send(each)
                 elif each.address:  # query whether the server has it, see [Note: Sent again]
                     each.sent_s = time.monotonic()
@@ -316,7 +328,7 @@ class Requests:
                 for each in due.values():
                     if each.address != self._holder(each.shard):
                         self._send(each)
-            for shard in {each.shard for each in due.values()} - {SCHEDULER}:
+            for shard in {each.shard for each in due.values() if each.shard >= 0}:
                 self._check_lost(shard)
 
     def _check_lost(self, shard: int) -> None:
@@ -327,9 +339,14 @@ class Requests:
             raise self._lost(shard)
 
     def _holder(self, shard: int) -> str:
-        """Return the address of a shard's primary, or of the scheduler; "" if there is none."""
+        """Return the address of a shard's primary, or of the role that a number stands for.
+
+        The result is "" if a shard has no primary.
+        """
+        if shard == COORDINATOR:
+            return self._coordinator.address
         if shard == SCHEDULER:
-            return self.map["scheduler"]
+            return self.map["groups"][self.group]["scheduler"]
         return self.map["addresses"].get(self.map["holders"][shard][0], "")
 
     def _send(self, each: _Asked) -> None:
@@ -339,7 +356,7 @@ class Requests:
 
     def _link(self, address: str) -> Connection:
         if address not in self._links:
-            link = Connection(self._context, self._meeting.secret, address, report)
+            link = Connection(self._context, self._meeting.secret, address, self._log)
             self._links[address] = link
             self._poller.register(link.socket, zmq.POLLIN)
         return self._links[address]
@@ -364,7 +381,8 @@ class Requests:
             return
         self.map = later
         self._gone_s = {s: at_s for s, at_s in self._gone_s.items() if not self._holder(s)}
-        live = {self._coordinator.address, later["scheduler"], *later["addresses"].values()}
+        schedulers = {each["scheduler"] for each in later["groups"]}
+        live = {self._coordinator.address, *schedulers, *later["addresses"].values()}
         for address in self._links.keys() - live:
             link = self._links.pop(address)
             self._poller.unregister(link.socket)
@@ -379,12 +397,13 @@ class Requests:
             if time.monotonic() - self._asked_map_s > RESEND_S / 2:
                 self._ask_map(asked)
             self._hear()
-            known = no_answer(self._coordinator.address)
+            known, groups = no_answer(self._coordinator.address), self.map["groups"]
             if self.map["epoch"] >= 0:
                 known = (
                     f"the coordinator at {self._coordinator.address} has registered "
                     f"{len(self.map.get('addresses', ()))} of its servers and "
-                    f"{'a' if self.map['scheduler'] else 'no'} scheduler"
+                    f"{sum(bool(each['scheduler']) for each in groups)} of its {len(groups)} "
+                    "schedulers"
                 )
             if self._clock.now_s - reported_s > SILENT_S:
                 reported_s = self._clock.now_s

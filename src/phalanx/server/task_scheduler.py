@@ -1,8 +1,17 @@
 """The scheduler of a worker group: it assigns tasks to workers, and tracks who computes them.
 
-Each worker computes the tasks of its slot, one per clock. If the lease of a worker is over, or it
-has left, workers that wait compute its tasks. With the asynchronous kinds, where no worker waits
-for others, a worker that has finished its slot helps the slot that is furthest behind.
+Each worker computes the tasks of its slot, one per clock: a range of the samples of a step. If the
+lease of a worker is over, or it has left, workers of its group that wait compute its tasks. With
+the asynchronous kinds, where no worker waits for others, a worker that has finished its slot helps
+the slot of its group that is furthest behind.
+
+A job of two groups, whose schedulers know of each other only what the coordinator's map says:
+
+    slot                          0   1   2   3
+    group of its worker           0   0   1   1
+    assigned by, both live        0   0   1   1
+    assigned by, 1 lost           0   0   0   0     no worker of 1, or its scheduler, beats
+    assigned by, 1 back           0   0   1   1     a task that both compute is pushed once
 """
 
 from __future__ import annotations
@@ -18,7 +27,7 @@ from phalanx.server.consistency import DoneTasks
 from phalanx.server.liveness import LEASE_S
 from phalanx.server.message import WireMessage, answer
 from phalanx.server.message_table import PROTOCOL
-from phalanx.server.role import Membership, Role
+from phalanx.server.role import Membership, Role, Settings
 from phalanx.server.secret import Secret
 from phalanx.server.wire import Log
 
@@ -33,6 +42,8 @@ class Tasks:
         end: clock after the last.
         is_asynchronous: whether the consistency is asynchronous, see `Consistency.is_asynchronous`.
         clock: function that returns the seconds for which the scheduler has listened.
+        workers: workers that have asked for tasks here.
+        elsewhere: slots whose tasks the schedulers of other groups assign.
     """
 
     num_slots: int
@@ -44,6 +55,7 @@ class Tasks:
     def __post_init__(self) -> None:
         self.done = DoneTasks(self.num_slots, self.begin)
         self.leases = Leases(self.clock, range(self.num_slots))
+        self.workers, self.elsewhere = set[int](), set[int]()
         self._taken: dict[tuple[int, int], int] = {}  # task -> worker to which it is assigned
 
     def is_lost(self, worker: int) -> bool:
@@ -52,15 +64,17 @@ class Tasks:
 
     @property
     def num_live(self) -> int:
-        """Number of live workers."""
-        return sum(not self.is_lost(worker) for worker in range(self.num_slots))
+        """Number of live workers, without those of other groups."""
+        slots = set(range(self.num_slots)) - self.elsewhere
+        return sum(not self.is_lost(worker) for worker in slots)
 
     def late(self) -> list[tuple[int, int]]:
         """Return (worker, clock) of live workers that have not pushed tasks of the oldest clock."""
         first = min(self.done.below.values())
         slots = [slot for slot, below in self.done.below.items() if below == first < self.end]
         of_slots = {self._taken.get((first, slot), slot) for slot in slots}
-        return [(worker, first) for worker in sorted(of_slots) if not self.is_lost(worker)]
+        live = self.elsewhere.union(each for each in of_slots if not self.is_lost(each))
+        return [(worker, first) for worker in sorted(of_slots & live)]
 
     def claim(self, worker: int, clock: int) -> bool:
         """Assign a worker its task of a clock; return False if it is done or assigned elsewhere."""
@@ -91,7 +105,7 @@ class Tasks:
         last = min(self.end - 1, limit)
         for slot, first in sorted(self.done.below.items(), key=lambda item: item[::-1]):
             is_left = self.is_lost(slot) or (self.is_asynchronous and is_through)
-            is_open = is_left and slot != worker
+            is_open = is_left and slot != worker and slot not in self.elsewhere
             taken_here = (clock for clock, of_slot in self._taken if of_slot == slot)
             for clock in range(first, last + 1) if is_open else sorted(taken_here):
                 taken = self._taken.get((clock, slot))
@@ -116,9 +130,10 @@ class TaskScheduler(Role):
     """The role that answers workers' requests for tasks.
 
     It stores nothing on disk: after a restart it learns the range of tasks from the first request,
-    and the finished tasks from workers, which report the servers' state after each push.
+    and the finished tasks from workers, which report what servers have with each request.
 
     Attributes:
+        group: number of its worker group.
         tasks: the tasks of the workers; None before the first request.
     """
 
@@ -126,14 +141,23 @@ class TaskScheduler(Role):
 
     def __init__(
         self, job: str, coordinator: str, incarnation: str, name: str, secret: Secret, address: str,
-        log: Log,
+        log: Log, group: int = 0,
     ) -> None:  # fmt: skip
         super().__init__(name, secret, address, log)
-        facts = {"job": job, "protocol": PROTOCOL}
-        self.member = Membership(self, coordinator, incarnation, lambda: facts)
+        self._constant: Settings = {"job": job, "protocol": PROTOCOL}
+        self.member = Membership(self, coordinator, incarnation, self.facts)
+        self.group = group
         self.tasks: Tasks | None = None
         self._stop_signal = 0  # signal by which worker 0 ended the job, or 0
-        self._facts: dict[str, Any] | None = None
+
+    def facts(self) -> Settings:
+        """Return the fields that the scheduler adds to its heartbeats."""
+        own: Settings = {"number": self.group, "workers": [], "stop_signal": self._stop_signal}
+        own["num_live"] = None if self.tasks is None and self.clock.now_s <= LEASE_S else 0
+        if self.tasks is not None:
+            own["workers"] = workers = sorted(self.tasks.workers)
+            own["num_live"] = sum(not self.tasks.is_lost(worker) for worker in workers)
+        return {**self._constant, "group": own}
 
     @override
     def handle(self, peer: bytes, message: WireMessage) -> None:
@@ -143,15 +167,29 @@ class TaskScheduler(Role):
             size, begin, end = message["tasks"]
             is_open = bool(message["is_open"])
             self.tasks = Tasks(size, begin, end, is_open, lambda: self.clock.now_s)
-        tasks = self.tasks
+        tasks, groups = self.tasks, self.member.map.get("groups", [])
+        tasks.workers.add(worker)
+        # A slot belongs to the group of its worker; slots of groups without a live worker, and of
+        # workers that no group has heard of, are spread over the live groups.
+        others = [(at, each) for at, each in enumerate(groups) if at != self.group]
+        live = sorted({self.group, *(at for at, each in others if each["num_live"])})
+        group_of = {slot: live[slot % len(live)] for slot in range(tasks.num_slots)}
+        for at, each in others:
+            for slot in set(each["workers"]) - tasks.workers:
+                tasks.leases.leave(slot)  # another scheduler has its lease
+                group_of[slot] = at if at in live else group_of[slot]
+        group_of |= dict.fromkeys(tasks.workers, self.group)
+        tasks.elsewhere = {slot for slot, group in group_of.items() if group != self.group}
         if message.kind not in ("beat", "stats"):  # a worker that has left may beat and ask
             tasks.leases.renew(worker)
         for slot, below in message.fields.get("done", ()):
             for clock in range(tasks.done.below[slot], below):
                 tasks.finish(clock, slot)
         more = method(tasks, worker, message)
-        more |= {"is_over": tasks.is_over, "num_live": tasks.num_live}
-        self.reply(peer, message, answer("ok", stop_signal=self._stop_signal, **more))
+        num_live = tasks.num_live + sum(each["num_live"] for _, each in others)
+        signum = self._stop_signal or self.member.map.get("stop_signal", 0)
+        more |= {"is_over": tasks.is_over, "num_live": num_live, "stop_signal": signum}
+        self.reply(peer, message, answer("ok", **more))
 
     @override
     def tick(self) -> None:
@@ -165,11 +203,6 @@ class TaskScheduler(Role):
         if not tasks.leases.has_left(worker):
             tasks.leases.renew(worker)
         return {}
-
-    def on_agree(self, _: Tasks, __: int, message: WireMessage) -> dict[str, Any]:
-        """Return the facts of the job that the first worker has sent."""
-        self._facts = self._facts or message["facts"]
-        return {"facts": self._facts}
 
     def on_claim(self, tasks: Tasks, worker: int, message: WireMessage) -> dict[str, Any]:
         """Assign a worker its own task, unless another computes it."""

@@ -1,13 +1,15 @@
-"""A parameter server compared with a ring, and the order of updates in each consistency.
+"""A job with parameter servers, servers compared with a ring, and the order of updates.
 
-One rank is the master, a server that stores all weights; the others are workers. The real server
-roles and clients (phalanx.server) run as threads of this process, with small weights. The times for
-larger weights and a given bandwidth are computed from the counted bytes.
+The job has two servers and two groups of workers. In the comparison one rank is the master, a
+server that stores all weights; the others are workers. The real server roles and clients
+(phalanx.server) run as threads of this process, with small weights. The times for larger weights
+and a given bandwidth are computed from the counted bytes.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +25,10 @@ from phalanx.report.tabular import Table
 from phalanx.report.units import time_text
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
-from phalanx.server.processes import LocalRoles, local_roles
+from phalanx.server.placement import CHUNK_BYTES
+from phalanx.server.processes import LocalRoles, local_roles, log_of
 from phalanx.show.data_parallel import counter
-from phalanx.show.shown import MOST_RANKS, Shown, ShowTopic
+from phalanx.show.shown import MOST_RANKS, JobRoles, Shown, ShowTopic
 
 ELEMENTS: Final = 840 * 64
 """Number of elements of the small weights, divisible by every number of ranks."""
@@ -34,6 +37,11 @@ STEP_S: Final = 0.02
 """Duration of a worker's step, which is a sleep; the last worker takes five times as long."""
 
 NUM_CLOCKS: Final = 4
+
+FEW: Final = 96
+"""Number of elements of the weights whose versions are shown, in chunks of `FEW_BYTES`."""
+
+FEW_BYTES: Final = 128
 GROWTH: Final = (2, 3, 5, 9, 17, 33, 65)
 """Numbers of ranks in the table of scaling."""
 
@@ -44,7 +52,8 @@ KINDS: Final = (("ps", 0), ("ssp", 2), ("async", 0), ("local", 2))
 class ShowServer(ShowTopic):
     """Exchange by a parameter server and by a ring, and print what each link carries.
 
-    Then print which weights each worker computed with, in four consistencies.
+    Print first who is who in a job of two worker groups, and last which weights each worker
+    computed with, in four consistencies.
     """
 
     ranks: Annotated[int, Range(2, MOST_RANKS, "[]")] = 5
@@ -79,7 +88,7 @@ def show_parameter_server(config: ShowServer) -> Shown:
         for rank, link in enumerate(ring)
     ]
     ring_heads = ["rank", "sends", "receives", "load out", "load in"]
-    parts: list[Table | str] = [
+    parts: list[Table | JobRoles | str] = [
         Table("through a master, as multiples of the weights", heads, rows, heads[1:]),
         f"{time_text(out * unit_s)} to the master, {time_text(back * unit_s)} back",
         Table(
@@ -89,6 +98,7 @@ def show_parameter_server(config: ShowServer) -> Shown:
         growth(unit_s),
         *(trace(kind, option) for kind, option in KINDS),
     ]
+    parts.insert(0, groups_of(num_workers))
     return Shown(
         f"a parameter server and {num_workers} workers, {config.bytes:.3g} B of weights, links of "
         f"{config.bandwidth:.3g} B/s",
@@ -150,31 +160,77 @@ def growth(unit_s: float) -> Table:
     return Table("time of an exchange by number of ranks, from the formulas", heads, rows, heads)
 
 
-def trace(kind: str, option: int) -> Table:
-    """Run three workers, the last one slow; return the weight versions that each computed with."""
-    consistency = Consistency(kind, 3, option)
-    computed: dict[int, list[str]] = {}
-    ages: dict[int, int] = {}
+def groups_of(num_workers: int) -> JobRoles:
+    """Run a job of two servers and two worker groups, synchronous, then asynchronous."""
+    num_groups, tasks = min(2, num_workers), dict[str, dict[str, list[str]]]()
+    shapes, log = dict[str, str](), ""
+    for kind, name in (("ps", "synchronous"), ("async", "asynchronous")):
+        done, _, sizes, log = _run(Consistency(kind, num_workers), 2, num_groups)
+        tasks[f"{name}, dp{num_workers}:{kind}"] = {f"worker {n}": done[n] for n in sorted(done)}
+        shapes = {f"server{at}": f"W[{size}]" for at, size in enumerate(sizes)}
+    connected = dict[str, set[str]]()
+    for process, peer in re.findall(r"(\w+ ?\d): connected to \S+/(\w+)\n", log):
+        connected.setdefault(process, set()).add(peer)
+    groups = [
+        [name, *(each for each in sorted(connected) if each[0] == "w" and name in connected[each])]
+        for name in sorted(each for each in connected if each.startswith("scheduler"))
+    ]
+    of_group = {
+        name: f"group {at}: {len(workers) * NUM_CLOCKS} tasks"
+        for at, (name, *workers) in enumerate(groups)
+    }
+    workers = {each: f"W, dW[{FEW}]" for _, *workers in groups for each in workers}
+    return JobRoles(
+        f"W[{FEW}] on two servers; worker groups: {num_groups}; connections that sockets recorded",
+        {"coordinator": "manager: the map", **shapes, **of_group, **workers},
+        groups,
+        {process: sorted(peers) for process, peers in connected.items()},
+        tasks,
+    )
+
+
+def _run(
+    consistency: Consistency, num_servers: int, num_groups: int
+) -> tuple[dict[int, list[str]], dict[int, int], list[int], str]:
+    """Run workers, the last one slow.
+
+    Returns:
+        The tasks of each worker, as clock@version; staleness -> gradients; the number of elements
+        on each server; and the log of all processes.
+    """
+    computed, ages, sizes = dict[int, list[str]](), dict[int, int](), list[int]()
 
     def work(roles: LocalRoles, worker: int) -> None:
         is_last = worker == consistency.num_slots - 1
-        client, weights = _client(roles, worker, consistency, NUM_CLOCKS), [torch.zeros(8).double()]
+        client, weights = (
+            _client(roles, worker, consistency, NUM_CLOCKS),
+            [torch.zeros(FEW).double()],
+        )
         version, computed[worker] = client.pull(weights, 0), []
         for clock in range(NUM_CLOCKS):
-            computed[worker].append(f"{clock}@{version}")
+            if client.ask_scheduler("claim", clock=clock)["is_mine"]:
+                computed[worker].append(f"{clock}@{version}")
             time.sleep(STEP_S * (5 if is_last else 1) * consistency.num_local_steps)
             version = _step(client, weights, clock, version)
         client.leave()
         if is_last:
             ages.update(client.ages())
+            sizes.extend(client.placed.sizes(at)[0] for at in range(num_servers))
         client.close()
 
-    with local_roles(1) as roles:
+    with local_roles(num_servers, num_groups) as roles:
         _in_threads(functools.partial(work, roles), consistency.num_slots)
+        log = roles.log.read_text()
+    return computed, ages, sizes, log
+
+
+def trace(kind: str, option: int) -> Table:
+    """Run three workers, the last one slow; return the weight versions that each computed with."""
+    computed, ages, _, _ = _run(Consistency(kind, 3, option), 1, 1)
     name = f"{kind}/{option}" if option else kind
     late = ", ".join(f"{age}: {count}" for age, count in sorted(ages.items()))
     unit = f"round of {option} steps" if kind == "local" else "step"
-    rows = [[str(worker), " ".join(computed[worker])] for worker in range(consistency.num_slots)]
+    rows = [[str(worker), " ".join(computed[worker])] for worker in sorted(computed)]
     return Table(
         f"dp3:{name}: each {unit}@version of its initial weights; pushes by versions late: {late}",
         ["worker", "the last worker is 5 times slower"],
@@ -184,10 +240,10 @@ def trace(kind: str, option: int) -> Table:
 
 def _client(roles: LocalRoles, worker: int, consistency: Consistency, num_clocks: int) -> Client:
     """Return a registered client of a worker; worker 0 creates the weights on the servers."""
-    size = ELEMENTS if num_clocks == 1 else 8
-    client = Client(roles.meeting, worker, consistency, (0, num_clocks), timeout_s=60)
+    size, log = ELEMENTS if num_clocks == 1 else FEW, log_of(f"worker {worker}", roles.log)
+    client = Client(roles.meeting, worker, consistency, (0, num_clocks), 60.0, log)
     client.is_shared = num_clocks > 1  # bytes are counted on sockets
-    client.lay_out([size], torch.float64)
+    client.lay_out([size], torch.float64, CHUNK_BYTES if num_clocks == 1 else FEW_BYTES)
     weights = [torch.zeros(size, dtype=torch.float64)]
     if worker == 0:
         client.create(weights, {"name": "sgd"}, 2.0)

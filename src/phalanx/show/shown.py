@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -105,18 +105,36 @@ class Lanes:
 
 
 @dataclass(frozen=True)
+class JobRoles:
+    """The processes of a job with parameter servers, under several consistencies.
+
+    Attributes:
+        shapes: process -> what it stores or sends.
+        groups: processes of each worker group, the scheduler first.
+        connected: process -> processes to which its sockets have connected.
+        tasks: name of a consistency -> worker -> its tasks.
+    """
+
+    title: str
+    shapes: Mapping[str, str]
+    groups: Sequence[Sequence[str]]
+    connected: Mapping[str, Sequence[str]]
+    tasks: Mapping[str, Mapping[str, Sequence[str]]]
+
+
+@dataclass(frozen=True)
 class Shown:
     """Result of a topic.
 
     Attributes:
         about: introductory sentences.
-        parts: strips, tables, timelines and sentences, in order.
+        parts: strips, tables, timelines, processes and sentences, in order.
         in_torch: equivalent call of torch; empty if there is none to show.
         document: document of --json; None for the result itself.
     """
 
     title: str
     about: Sequence[str]
-    parts: Sequence[Strip | Table | Lanes | str]
+    parts: Sequence[Strip | Table | Lanes | JobRoles | str]
     in_torch: str = ""
     document: Any = None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from phalanx.report.tabular import Line, Number, Part, Table
 from phalanx.report.units import percent
-from phalanx.show.shown import Frame, Lanes, Outcome, Shown, Strip
+from phalanx.show.shown import Frame, JobRoles, Lanes, Outcome, Shown, Strip
 
 
 def printed(shown: Shown) -> Iterator[Part]:
@@ -25,6 +25,8 @@ def printed(shown: Shown) -> Iterator[Part]:
                 yield _table_of(part.heads, frame)
         elif isinstance(part, Lanes):
             yield from _lanes(part)
+        elif isinstance(part, JobRoles):
+            yield from _roles(part)
         else:
             yield part
 
@@ -81,6 +83,22 @@ def _lanes(lanes: Lanes) -> Iterator[Table]:
         for rank in range(len(schedule.orders))
     ]
     yield Table("", ["rank", "stages", *busy, *held], rows)
+
+
+def _roles(roles: JobRoles) -> Iterator[Table]:
+    group_of = {each: str(at) for at, group in enumerate(roles.groups) for each in group}
+    rows = [
+        (name, group_of.get(name, ""), shape, ", ".join(roles.connected.get(name, ())))
+        for name, shape in roles.shapes.items()
+    ]
+    yield Table(roles.title, ("process", "group", "stores or sends", "has connected to"), rows)
+    workers = [each for group in roles.groups for each in group[1:]]
+    rows = [
+        (name, group_of[name], *(" ".join(of[name]) for of in roles.tasks.values()))
+        for name in workers
+    ]
+    title = "each task, as step@version of the weights; the last worker is 5 times slower"
+    yield Table(title, ("process", "group", *roles.tasks), rows)
 
 
 def figures_text(outcome: Outcome) -> str:

@@ -126,6 +126,7 @@ def take_steps(session: Session, records: Watcher) -> int:
             records.keep(result)
         PULSE.steps_done = done = step.steps_done
         session.saver.poll()
+        session.save_in_memory()
         pace.after_step(can_save=not session.saver.is_writing)
         if pace.has_compared:
             records.gather()

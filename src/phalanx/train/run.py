@@ -16,7 +16,7 @@ from phalanx.config import TrainConfig
 from phalanx.config.schema import RunConfig
 from phalanx.data.survey import Progress
 from phalanx.errors import ConfigError, Interrupted, TrainingError
-from phalanx.launch import attach, slurm
+from phalanx.launch import attach, schedulers
 from phalanx.launch.local import prepare_server, run_ranks
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.launch.torchrun import run_here
@@ -61,7 +61,7 @@ def train(
         PhalanxError: the configuration or data is invalid, or the run failed.
     """
     attach.report_in_one_message()
-    slurm.adopt()
+    schedulers.adopt()
     if is_under_torchrun():
         attach.leave_at_end()
     extras = Callbacks(dict(callbacks), log)

@@ -53,6 +53,11 @@ def check(job: Job) -> None:
             "and its servers use Nesterov momentum; leave server.rule out"
         )
     server, strategy = config.server, job.strategy
+    if server.groups > strategy.dp.degree:
+        raise ConfigError(
+            f"server.groups is {server.groups}, but {strategy} has {strategy.dp.degree} workers; "
+            f"the nearest is {strategy.dp.degree}"
+        )
     if server.table_rule is None and server.table_lr is not None:
         raise ConfigError(
             f"server.table_lr is {server.table_lr:g}, but server.table_rule is unset; set "
@@ -138,12 +143,12 @@ def run_served(job: Job, extras: Callbacks, say_starting: Callable[[], None]) ->
     config, num_workers = job.config, job.strategy.num_ranks
     folder = Path(tempfile.mkdtemp(prefix="phalanx-"))
     meeting = meeting_of(folder, Secret.new())
-    num_servers = config.server.num_servers
-    roles = JobRoles(meeting.secret.job, meeting, folder / "journal", num_servers)
+    numbers = config.server.num_servers, config.server.groups
+    roles = JobRoles(meeting.secret.job, meeting, folder / "journal", *numbers)
     first, *others = (_work(job, worker, meeting, extras) for worker in range(num_workers))
     logs = job.out / rank_log.FOLDER
     serving: list[Work] = [
-        (role, serve, (roles, role, folder, logs / f"{role}.log")) for role in names_of(num_servers)
+        (role, serve, (roles, role, folder, logs / f"{role}.log")) for role in names_of(*numbers)
     ]
     try:
         # Worker 0 waits for the other workers that are live. A new process of a lost one ends, as

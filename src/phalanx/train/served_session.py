@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any, Final, cast
+from typing import Final, cast
 
 import torch
 from torch import nn
@@ -19,10 +19,12 @@ from phalanx.checkpoint.manifest import complete_checkpoints
 from phalanx.checkpoint.registered import LOCAL_ROUNDS, TABLE_SUMS
 from phalanx.checkpoint.saver import Saver
 from phalanx.data.samples import Batch
+from phalanx.launch import rank_log
 from phalanx.launch.agreement import check_same
 from phalanx.measure.logs import METRICS_FILE
 from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
+from phalanx.server.processes import log_of
 from phalanx.server.requests import JobAddress
 from phalanx.train.callback import Callbacks
 from phalanx.train.job.resolve import Job, facts_of
@@ -79,9 +81,10 @@ class ServedSession(TextSession):
         super().__init__(job, extras)
         size = self.consistency.num_local_steps
         clocks = (job.done[0] // size, job.num_steps // size)
-        self.client = Client(meeting, worker, self.consistency, clocks, job.config.timeout_s)
+        log = log_of(f"worker {worker}", self.out / rank_log.FOLDER / "connections.log")
+        self.client = Client(meeting, worker, self.consistency, clocks, job.config.timeout_s, log)
         facts = facts_of(job)
-        first: dict[str, Any] = self.client.ask_scheduler("agree", facts=facts)["facts"]
+        first = self.client.agree(facts)
         names = ("the job, to which a lost worker returns without --resume", f"worker {worker}")
         check_same([first, json.loads(json.dumps(facts))], names)
         self.model.embedding.sparse = job.config.server.table_rule is not None

@@ -344,6 +344,7 @@ class AsyncStep(ServedStep):
         if self.steps_done != self.num_steps:
             return
         while not self._is_over:
+            self.client.totals(0)  # so that the scheduler hears what other groups have done
             self._helped_s = 0.0
             self.help(is_through=True)
             if self.batch_of is None:

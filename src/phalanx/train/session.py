@@ -11,6 +11,7 @@ loop.py drives a session, and report/ measures it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import shlex
 import threading
 from abc import ABC, abstractmethod
@@ -24,6 +25,7 @@ from torch import nn
 
 from phalanx.account.flops import Flops
 from phalanx.account.planned import PlannedStep
+from phalanx.checkpoint.in_memory import MemoryPace, pace_of
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
 from phalanx.checkpoint.run_state import RunState, Stateful
 from phalanx.checkpoint.saver import Saver
@@ -82,6 +84,7 @@ class Session(ABC):
         step: the training step.
         stream: the data.
         saver: saver of the run's checkpoints.
+        in_memory: saves in the memory of hosts; None if there are none.
         command: command line that resumes the run, without the folder; empty if it has none.
         unit: unit over which the loss is averaged, such as "tokens" or "samples".
         called: the callbacks.
@@ -153,6 +156,7 @@ class Session(ABC):
             if config.compile:
                 compile_blocks(model)
             self.stream = self.open_stream()
+            self.in_memory = self.paced_in_memory()
         except BaseException:
             self.saver.__exit__(None, None, None)  # release the lock
             raise
@@ -250,6 +254,19 @@ class Session(ABC):
         """
         self.state.begin_save(self.saver, self.manifest(is_passing=is_passing))
 
+    def paced_in_memory(self) -> MemoryPace | None:
+        """Return the saves in the memory of hosts; None if there are none."""
+        step, num_stages = self.step, self.comm.size("pp")
+        where = (self.out, self.config.memory_every, step.model, step.optimizer, step.steps_done)
+        return pace_of(*where, announce, num_stages)
+
+    def save_in_memory(self) -> None:
+        """Begin to save in memory if such a save is due after the latest step."""
+        if (pace := self.in_memory) is None:
+            return
+        saver, about = pace.saver, functools.partial(self.manifest, is_passing=True)
+        pace.after_step(self.step.steps_done, lambda: self.state.begin_save(saver, about()))
+
     @property
     def saved_steps(self) -> int:
         """Steps of the last checkpoint, read before the first step of this process.
@@ -329,6 +346,8 @@ class Session(ABC):
         ends = ExitStack()
         ends.callback(self.close)
         ends.push(self.saver)
+        if self.in_memory is not None:
+            ends.push(self.in_memory.saver)
         ends.__exit__(*error)  # the saver waits less if the error is a lost rank
 
 

@@ -36,7 +36,7 @@ def shown(summary: Summary, **options: bool) -> str:
 def summary_of(**changes: object) -> Summary:
     summary = Summary(
         run="demo", steps_done=5, num_steps=5, seconds=3.0, steps=steps(), straggler=None,
-        ranks=None, utilization=None, unit="tokens",
+        ranks=None, placement=None, utilization=None, unit="tokens",
         units_per_s=1000.0, batches_per_s=2.5, losses=[4.0],
         evaluations=[Evaluation(at, 3.0, {"bits_per_byte": 4.0 - at}) for at in (0, 2)],
         best=None, sent=[], memory=None,

@@ -31,6 +31,7 @@ from phalanx.config.schema import JobConfig
 from phalanx.config.validate import AUTO, check
 from phalanx.data.corpus import sources
 from phalanx.errors import CheckpointError, ConfigError, nearest
+from phalanx.launch.launched import require_agent
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.models.shape import ModelShape
 from phalanx.strategy import Axis, Strategy, check_ranks, require_built
@@ -130,6 +131,7 @@ def settle(config: TrainConfig) -> Request:
             other; or this host has too few devices or too little memory.
     """
     check(config)
+    require_agent(config.memory_every)
     log_of(config.log_to)
     start, init = checkpoint_of(config.resume, "resume"), checkpoint_of(config.init, "init")
     if start is not None:

@@ -61,7 +61,11 @@ def continuation(said: Mapping[str, Any]) -> dict[str, Any]:
                 "resume is auto, which looks for a run in --out, but out is unset; give --out "
                 "FOLDER"
             )
-    if run is not None and manifest.complete_checkpoints(Path(run)):
+    if job is not None and job.generation:
+        from phalanx.checkpoint.in_memory import recover  # imports torch
+
+        recover()
+    if run is not None and manifest.saved_states(Path(run)):
         changes |= {"resume": run, "out": None, "init": None}
     elif run is not None:
         changes |= {"out": run} | ({"resume": None} if said.get("resume") == AUTO else {})

@@ -147,12 +147,12 @@ def check_unused(out: Path, start: Checkpoint | None) -> None:
             f"{start.folder}, the checkpoint to resume from, no longer exists"
             f"{manifest.removed_hint(start.folder)}; start again"
         )
-    checkpoints = manifest.complete_checkpoints(out)
+    checkpoints = manifest.saved_states(out)
     if not checkpoints:
         return
     if start is not None and ours in map(manifest.identity, checkpoints.values()):
         start.set_aside()
-        checkpoints = manifest.complete_checkpoints(out)
+        checkpoints = manifest.saved_states(out)
     last = max(checkpoints)
     if start is None or ours not in map(manifest.identity, checkpoints.values()):
         raise ConfigError(

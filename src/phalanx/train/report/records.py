@@ -23,6 +23,7 @@ from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryLedger, allocator_snapshot
 from phalanx.measure.peaks import Arithmetic, peak_of
+from phalanx.measure.placement import gathered
 from phalanx.measure.products import ProductTypes, quick_ceiling
 from phalanx.measure.rank_times import RankWindow, window_of
 from phalanx.measure.timer import StepTimer, StepTimes
@@ -80,6 +81,7 @@ class Records:
         profile: profile of the run; None without one.
         ceiling_flops_per_s: measured FLOP/s of matrix products, mean over ranks; None before.
         windows: times of the steps on every rank, on rank 0 of several; the latest MEASURED_STEPS.
+        placement: places of the ranks on rank 0; None on other ranks.
         machine: measured rates and links of this machine on rank 0, without any before.
         log: log of the records on rank 0; None on other ranks.
     """
@@ -107,12 +109,16 @@ class Records:
         self._after_save: set[int] = set()
         self.windows = deque[RankWindow]()
         self._watching = ExitStack()
+        self.placement = gathered(session.comm)
         self.log: RunLog | None = None
         self.profile: Profile | None = None
         if session.is_first:
             terminal = Terminal(reader_left=READER_LEFT)
             self.log = RunLog(session.out, terminal, session.num_steps, session.logs)
+            assert self.placement is not None, "the first rank has it"
             self.log.note("environment", environment())
+            links = self.placement.links
+            self.log.note("placement", {**vars(self.placement), "links": links})
             self.log.note("config", session.settings())
             for number, found in session.missed().items():
                 values = {"loss": found.loss, "grad_norm": found.grad_norm}
@@ -120,6 +126,8 @@ class Records:
                 self.log.note("step", {"step": number, **values, "skipped": found.is_skipped})
             for line in session.remarks():
                 self.log.display.terminal.say(line)
+            if len(self.placement.hosts) > 1:
+                self.log.display.terminal.show(self.placement.table())
         if session.config.profile is not None:
             from phalanx.measure.profile import Profile
 

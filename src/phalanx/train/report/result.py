@@ -89,6 +89,8 @@ def _results(summary: Summary) -> Iterator[tuple[str, str]]:
 
 def _tables(summary: Summary) -> Iterator[Part]:
     """Yield the tables, each with an empty line below."""
+    if summary.placement is not None and len(summary.placement.hosts) == 1:  # else it was shown
+        yield from (summary.placement.table(), "")
     if summary.steps is not None:
         if summary.ranks is None or summary.steps.doubt is not None:
             yield summary_table(summary.steps)

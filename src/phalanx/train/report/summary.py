@@ -11,6 +11,7 @@ from phalanx.checkpoint import manifest
 from phalanx.comm.ledger import Entry
 from phalanx.hugging_face.companions import TOKENIZER
 from phalanx.measure.memory_report import MemoryReport, resident_peak_bytes
+from phalanx.measure.placement import Placement
 from phalanx.measure.rank_times import RankSummary, summarize_ranks
 from phalanx.measure.straggler import accuse
 from phalanx.measure.summary import StepSummary, advice, summarize
@@ -37,6 +38,7 @@ class Summary:
         steps: time of the steps by term; None if no step was taken.
         straggler: sentence on the rank, stage, host or link that the others wait for, or None.
         ranks: times of the steps on every rank, known to rank 0 of several; else None.
+        placement: host, process, address, device and coordinates of each rank, known to rank 0.
         utilization: FLOP utilization of the median step, with parameter servers of worker 0; None
             if not known.
         unit: unit over which the loss is averaged, such as "tokens" or "samples".
@@ -65,6 +67,7 @@ class Summary:
     steps: StepSummary | None
     straggler: str | None
     ranks: RankSummary | None
+    placement: Placement | None
     utilization: Utilization | None
     unit: str
     batches_per_s: float | None
@@ -175,6 +178,7 @@ def summarize_run(records: Records) -> Summary:
         steps=steps,
         straggler=None if straggler is None else straggler.text(),
         ranks=summarize_ranks(records.windows),
+        placement=records.placement,
         utilization=records.utilization() if is_timed else None,
         unit=session.unit,
         batches_per_s=None if wall_s is None else 1 / wall_s,
@@ -194,6 +198,6 @@ def summarize_run(records: Records) -> Summary:
     )
     if records.log is not None:
         values = values_of(summary)
-        del values["losses"]  # each is in the record of its step
+        del values["losses"], values["placement"]  # which other records have
         records.log.note("summary", values)
     return summary
