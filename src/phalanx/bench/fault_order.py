@@ -137,6 +137,11 @@ class Timeline:
         return [(at, record["step"]) for at, record in self.of("step", *span_s)]
 
     @property
+    def last_step(self) -> int:
+        """The last step; 0 before the first."""
+        return max((step for _, step in self.steps()[-1:]), default=0)
+
+    @property
     def final(self) -> dict[int, dict[str, Any]]:
         """Step -> its last record, in order: the steps that led to the final weights."""
         records: dict[int, dict[str, Any]] = {}
@@ -169,7 +174,7 @@ class Timeline:
         """Return whether a new step was taken after a fault, and by a host that it had cut off."""
         lost, joined = self.of("lost", strike.at_s), self.of("join", strike.until_s)
         kind = strike.fault.kind
-        if kind in LOSING and not lost or kind == "cut" and not joined:
+        if (kind in LOSING and not lost) or (kind == "cut" and not joined):
             return False
         after_s = max([strike.until_s, *(at for at, _ in [*lost, *joined])])
         before = max((step for _, step in self.steps(-math.inf, after_s)), default=0)
@@ -186,6 +191,7 @@ class Timeline:
         back = next((pair for pair in resumed if pair[1] > highest), (end_s, step))
         repeated = sum(each <= highest for _, each in resumed)
         sent = self.of("sent", -math.inf, strike.at_s) or [(0.0, 0.0)]
+        strategies = self.of("strategy", over_s, end_s) or self.of("strategy")[-1:] or [(0.0, "")]
         return Cost(
             kind=strike.fault.kind,
             who=strike.who,
@@ -195,6 +201,6 @@ class Timeline:
             repeated=repeated,
             lost_s=max(0.0, back[0] - begin_s - (back[1] - step) * self.step_s),
             again_bytes=repeated * sent[-1][1],
-            strategy=(self.of("strategy", -math.inf, end_s) or [(0.0, "")])[-1][1],
+            strategy=strategies[0][1],
             load=strike.load,
         )

@@ -97,6 +97,8 @@ class FaultsConfig(ResultConfig):
     """Fixes which fault strikes when and whom."""
     for_s: Annotated[float, Range(0, 3600, "(]")] = 60.0
     """How long a cut, a slow link, a full disk or a moved clock lasts, in seconds."""
+    undisturbed: str | None = None
+    """Folder of an undisturbed run of the same job, which is run first if there is none."""
     mbit: Annotated[float, Range(0, ends="()")] = 1.0
     """Rate of a slow link, in Mbit/s."""
     ssh: str = "ssh"
@@ -114,14 +116,15 @@ class Site:
         launcher: pid of the launcher; 0 before it has started.
         links: host -> its interface, and namespace and interface at the other end of its link;
             None for a host that is no network namespace of this machine.
-        pids: all processes of the job that were ever listed.
+        joins: commands that have asked the launcher to take a host in.
+        environ: environment of the launcher, with a TMPDIR of its own.
     """
 
     def __init__(self, config: FaultsConfig, folder: Path) -> None:
         self.config, self.folder, self.ssh = config, folder, shlex.split(config.ssh)
         num_ranks = Strategy.parse(config.strategy).num_ranks
         self.hosts = parse_hosts(config.hosts or f"localhost:{num_ranks}")
-        self.launcher, self.pids = 0, set[int]()
+        self.launcher = 0
         self.joins: list[subprocess.Popen[bytes]] = []
         self.environ = {**os.environ, "TMPDIR": f"{folder}/tmp", "XDG_RUNTIME_DIR": f"{folder}/tmp"}
         self.links: dict[str, tuple[str, str, str] | None] = {}
@@ -166,14 +169,11 @@ class Site:
         lines = self.on(host, sys.executable, "-c", _PROCESSES, str(self.folder)).splitlines()
         listed = sorted(tuple[Any, ...](json.loads(line)) for line in lines)
         ssh = " ".join(self.ssh)
-        listed = [
-            each
-            for each in listed
-            if each[1] != self.launcher
-            and not (each[2] == self.launcher and each[3].startswith(ssh))
+        return [
+            (start, pid, parent, words)
+            for start, pid, parent, words in listed
+            if pid != self.launcher and not (parent == self.launcher and words.startswith(ssh))
         ]
-        self.pids |= {pid for _, pid, *_ in listed}
-        return listed
 
     def ranks(self) -> list[tuple[Host, int]]:
         """Return the host and pid of each rank, in the order of the ranks."""
@@ -243,16 +243,14 @@ class Site:
         _output(*queue_of, "replace", "dev", interface, *rate.split())
         return host.name, lambda: _output(*queue_of, "del", "dev", interface, "root")
 
-    def left(self) -> list[str]:
-        """Return what is left of the job: processes, shared memory, files in its TMPDIR."""
-        left = [str(path) for path in (self.folder / "tmp").rglob("*") if not path.is_dir()]
+    def left(self) -> set[str]:
+        """Return what is left of the job: processes, folders in memory, files in its TMPDIR."""
+        left = {str(path) for path in (self.folder / "tmp").rglob("*") if not path.is_dir()}
         for host in self.hosts:
-            left += [f"process {pid} on {host.name}" for _, pid, *_ in self.processes(host)]
-            left += [
-                f"/dev/shm/{name} on {host.name}"
-                for name in self.on(host, "ls", "-A", "/dev/shm").split()
-                if self.pids & {int(number) for number in re.findall(r"\d+", name)}
-            ]
+            left |= {f"process {pid} on {host.name}" for _, pid, *_ in self.processes(host)}
+            names = self.on(host, "ls", "/dev/shm", "/proc").split()
+            agents = [name for name in names if re.match(r"phalanx-\d+-", name)]
+            left |= {f"/dev/shm/{each}" for each in agents if each.split("-")[1] not in names}
         return left
 
 
@@ -281,31 +279,31 @@ def run(config: FaultsConfig, say: PrintLine) -> BenchResult:
         (folder / "text.txt").write_text("".join(lines))
         site = Site(config, folder)
         kinds = config.kinds or [kind for kind in LOSING if not site.refusal(kind)]
-        for kind in kinds:
-            if why := site.refusal(kind):
-                raise ConfigError(why)
-        order = order_of(config.seed, kinds, config.faults, config.steps)
+        if refusals := list(filter(None, map(site.refusal, kinds))):
+            raise ConfigError(refusals[0])
         words = [*shlex.split(config.job), f"--steps={config.steps}"]
-        if "clock" in kinds:
-            words.append("--log-to=phalanx.bench.faults:move_clock")
+        words += ["--log-to=phalanx.bench.faults:move_clock"] * ("clock" in kinds)
         if "disk" in kinds:
-            subprocess.run(
-                ["mount", "-t", "tmpfs", "-o", DISK, "none", folder / "disk"], check=True
-            )
+            mount = ["mount", "-t", "tmpfs", "-o", DISK, "none", str(folder / "disk")]
+            subprocess.run(mount, check=True)
             cleanup.callback(_output, "umount", "-l", str(folder / "disk"))
-        say("an undisturbed run in one process ...")
         alone, out = folder / "undisturbed", folder / "disk" / "run"
-        command = [sys.executable, "-m", "phalanx", *words, "--strategy=dp1", f"--out={alone}"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise ConfigError(f"the job fails without a fault: {done.stderr.strip()[-600:]}")
+        if config.undisturbed is not None:
+            alone = Path(config.undisturbed)
+        if not alone.exists():
+            say("an undisturbed run in one process ...")
+            command = [sys.executable, "-m", "phalanx", *words, "--strategy=dp1", f"--out={alone}"]
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise ConfigError(f"the job fails without a fault: {done.stderr.strip()[-600:]}")
+        before = site.left()
+        order = order_of(config.seed, kinds, config.faults, config.steps)
         seen, strikes, wrong = disturb(site, [*words, f"--out={out}"], out, order, say)
         until_s = time.monotonic() + SETTLING_S
-        while (left := site.left()) and time.monotonic() < until_s:
+        while (left := site.left() - before) and time.monotonic() < until_s:
             time.sleep(0.5)
-        wrong += [f"left: {each}" for each in left] + (
-            differences(seen, out, alone) if not wrong else []
-        )
+        wrong += [] if wrong else differences(seen, out, alone)
+        wrong += [f"left: {each}" for each in sorted(left)]
     return _result(config, seen, strikes, wrong)
 
 
@@ -315,7 +313,11 @@ def disturb(
     """Run a job by `phalanx launch`, and let each fault strike when the job has recovered.
 
     Args:
+        site: where the job runs.
         words: the job's words, which write the run to `out`.
+        out: folder of the run.
+        order: the faults.
+        say: prints the launcher's lines on losses, and the faults.
 
     Returns:
         What was seen, the faults that struck, and why the run is not whole, if it is not.
@@ -328,32 +330,28 @@ def disturb(
     launch += [f"--strategy={config.strategy}", "--resume=auto"]
     lines: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()
 
-    def start() -> subprocess.Popen[str]:
+    def start() -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            launch,
-            cwd=site.folder,
-            env=site.environ,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+            launch, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            cwd=site.folder, env=site.environ,
+        )  # fmt: skip
 
         def read() -> None:
             assert process.stdout is not None
             for line in process.stdout:
-                lines.put((time.monotonic(), line.rstrip()))
+                lines.put((time.monotonic(), line.decode(errors="replace").rstrip()))
 
         threading.Thread(target=read, daemon=True).start()
         site.launcher = process.pid
         return process
 
-    process, left, offset, new_s = start(), list(order), 0, time.monotonic()
+    process, left, offset, heard_s = start(), list(order), 0, time.monotonic()
     end: Callable[[], object] | None = None  # of the last fault, while it lasts
     try:
-        while (code := process.poll()) is None or end is not None:
+        while True:
+            code = process.poll()
             time.sleep(0.02)
-            now_s, before = time.monotonic(), max(seen.final, default=0)
+            now_s = time.monotonic()
             while not lines.empty():
                 at_s, line = lines.get()
                 said.append(line)
@@ -365,40 +363,42 @@ def disturb(
                     say(line)
             with suppress(FileNotFoundError), (out / METRICS_FILE).open("rb") as file:
                 file.seek(offset)
-                for line in file:
+                for line in file.readlines():
                     if line.endswith(b"\n"):
                         offset += len(line)
                         seen.add(now_s, json.loads(line))
-            new_s = now_s if max(seen.final, default=0) > before else new_s
+                        heard_s = now_s
             if end is not None and now_s > strikes[-1].until_s:
                 end()
                 end = None
             if code is not None:
-                if end is None and code and strikes and strikes[-1].fault.kind == "disk":
-                    process = start()  # a full disk ends a job; a free one can go on
-                continue
-            if now_s - new_s > config.limit_s:
+                if end is not None:
+                    continue
+                if not code or not strikes or strikes[-1].fault.kind != "disk":
+                    break
+                process, heard_s = start(), now_s  # a full disk ends a job; a free one can go on
+            elif now_s - heard_s > config.limit_s:
                 said.append(f"no new step for {config.limit_s:g} s")
                 break
-            if left and (not strikes or seen.has_recovered(strikes[-1])):
-                if max(seen.final, default=0) >= left[0].step:
-                    time.sleep(left[0].pause * seen.step_s)
-                    now_s, load = time.monotonic(), os.getloadavg()[0]
-                    if (struck := site.strike(left[0])) is not None:
-                        who, end = struck
-                        until_s = now_s if end is None else now_s + config.for_s
-                        strikes.append(Strike(left.pop(0), who, now_s, until_s, load))
-                        say(f"after step {max(seen.final)}: {strikes[-1].fault.kind}, {who}")
+            elif heard_s == now_s and left and seen.last_step >= left[0].step:
+                if strikes and not seen.has_recovered(strikes[-1]):
+                    continue
+                time.sleep(left[0].pause * seen.step_s)
+                now_s, load = time.monotonic(), os.getloadavg()[0]
+                if (struck := site.strike(left[0])) is not None:
+                    who, end = struck
+                    until_s = now_s if end is None else now_s + config.for_s
+                    strikes.append(Strike(left.pop(0), who, now_s, until_s, load))
+                    say(f"after step {seen.last_step}: {strikes[-1].fault.kind}, {who}")
     finally:
         if end is not None:
             end()
-        for join in site.joins:
-            join.wait()
         process.send_signal(signal.SIGINT)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(15)
-        process.kill()
-        process.wait()
+        for each in (process, *site.joins):
+            with suppress(subprocess.TimeoutExpired):
+                each.wait(15)
+            each.kill()
+            each.wait()
     wrong = [f"{len(left)} faults never struck"] if left else []
     if process.returncode:
         wrong += [f"the job ended with {process.returncode}:", *said[-12:]]
