@@ -293,6 +293,7 @@ def run(config: FaultsConfig, say: PrintLine) -> BenchResult:
         if not alone.exists():
             say("an undisturbed run in one process ...")
             command = [sys.executable, "-m", "phalanx", *words, "--strategy=dp1", f"--out={alone}"]
+            command += ["--batch.microbatch=12"] * (config.job == SMALL)
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise ConfigError(f"the job fails without a fault: {done.stderr.strip()[-600:]}")
