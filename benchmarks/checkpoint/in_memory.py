@@ -6,14 +6,12 @@ python benchmarks/checkpoint/in_memory.py [--rounds 5] [--out FILE.json]
 import argparse
 import os
 import shutil
-import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint import in_memory
@@ -129,7 +127,9 @@ def main() -> None:
                 restarts += [run_ranks(time_restart, 2, config, hosts, time.time(), threads=1)]
         document[f"{num_hosts} hosts"] = {"steps": steps, "restarts": restarts}
         rows = steps[0]["rows"]
-        print(f"\n{num_hosts} hosts: every {steps[0]['period']} steps; planned {steps[0]['planned']}")
+        print(
+            f"\n{num_hosts} hosts: every {steps[0]['period']} steps; planned {steps[0]['planned']}"
+        )
         print(f"sent {steps[0]['sent']}, writer {steps[0]['writer_s']:.3f} s")
         print("| | median | min | max |\n|---|---:|---:|---:|")
         for key in rows[0]:
