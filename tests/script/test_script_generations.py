@@ -33,16 +33,15 @@ BATCH, STEPS, RANKS = 12, 8, (4, 3, 2, 4)
 
 
 def generations(first: str, folder: Path) -> list[Launched]:
-    """Return what ranks of RANKS learn from their agents."""
+    """Return what ranks of RANKS learn from their agents, whose memory has no states."""
     later = [
         Launched(
             folder=str(folder),
-            generation=number,
             strategy=str(shrunk(Strategy.parse(first), ranks, None)),
             first=first,
             run=str(folder / "run"),
         )
-        for number, ranks in enumerate(RANKS)
+        for ranks in RANKS
     ]
     return [Launched(folder=str(folder)), *later[1:]]
 

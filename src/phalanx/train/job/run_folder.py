@@ -141,9 +141,9 @@ def keep_origin(job: Job) -> None:
     keep_tokenizer(job.tokens.tokenizer, job.out)
     if job.origin is not None:
         keep_family(job.origin.folder, job.out)
-    if (job_of := launched()) is None or job_of.run is None:  # else the first generation's stay
-        content = _HEAD + to_toml(stored_settings(job.config))
-        replace_file(job.out / RUN_FILE, content.encode())
+    file, state = job.out / RUN_FILE, launched()
+    if state is None or state.run is None or not file.exists():  # else the first generation's stay
+        replace_file(file, (_HEAD + to_toml(stored_settings(job.config))).encode())
 
 
 _HEAD: Final = """\
