@@ -12,7 +12,6 @@ from phalanx.config.fields import THREADS, TIMEOUT_S, Positional, Range
 from phalanx.config.profile_options import ProfileOptions
 from phalanx.data.cache import cache_folder, fingerprint
 from phalanx.errors import ConfigError, Interrupted
-from phalanx.launch import schedulers
 from phalanx.launch.launched import launched
 from phalanx.launch.rank_env import is_under_torchrun
 
@@ -67,7 +66,6 @@ def _read(argv: list[str]) -> tuple[ScriptRunConfig, Path, list[str]]:
     path = Path(config.script)
     if not path.is_file():
         raise ConfigError(f"there is no file {path}; expected a Python script")
-    schedulers.adopt()
     if is_under_torchrun() and launched() is None:
         raise ConfigError(
             "phalanx run starts its own processes, but this process is already a rank, as under "
