@@ -43,7 +43,7 @@ from phalanx.comm.together import all_or_none, gather_objects, max_over_ranks
 from phalanx.errors import CheckpointError, PeerLost
 from phalanx.launch import interface
 from phalanx.launch.launched import is_restarted, launched
-from phalanx.launch.rank_env import RankEnv, read_rank_env
+from phalanx.launch.rank_env import RankEnv, is_under_torchrun, read_rank_env
 from phalanx.launch.torchrun import meet
 from phalanx.report.units import size_text
 from phalanx.storage import checksum, free_bytes, publish_folder
@@ -284,7 +284,7 @@ def recover() -> None:
         PeerLost: another host has gone.
     """
     job = launched()
-    if job is None or not is_restarted():
+    if job is None or not (is_restarted() and is_under_torchrun()):
         return
     env = read_rank_env()
     store: Any = meet(env, RECOVERY_S)

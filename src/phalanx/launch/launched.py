@@ -40,7 +40,7 @@ class Launched:
 
     folder: str
     generation: int = 0
-    restarts: int = 1
+    restarts: int = 0
     strategy: str | None = None
     first: str | None = None
     run: str | None = None

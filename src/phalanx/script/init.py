@@ -15,10 +15,11 @@ from phalanx.comm.comm import Ranks
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import StrategyError
 from phalanx.launch.attach import attach, check_end, report_in_one_message
+from phalanx.launch.debug_net import begin, into
 from phalanx.launch.failure import report
 from phalanx.launch.launched import JobReport, launched, require_agent
 from phalanx.launch.rank_env import read_rank_env
-from phalanx.measure.placement import gathered
+from phalanx.measure.rank_places import gathered
 from phalanx.report.terminal import text_of
 from phalanx.script.checks import check_arguments
 from phalanx.script.run import Run
@@ -45,6 +46,7 @@ def init(
     memory_every: int | None = None,
     shared_memory: bool = True,
     debug_comm: bool = False,
+    debug_net: str | Path | None = None,
 ) -> Run:
     """Join the job of `phalanx run`, torchrun or Slurm, or start a job of one process.
 
@@ -64,6 +66,8 @@ def init(
             disk. Unset: as few as take 4 % of the time, and 0 without restarts.
         shared_memory: whether CPU ranks of one host communicate by shared memory instead of gloo.
         debug_comm: compare each collective between ranks before it runs, see docs/debugging.md.
+        debug_net: folder for a file of each rank with what c10d, gloo and NCCL print. In a job of
+            `phalanx run`, whose ranks have joined before, `phalanx run --debug-net` begins earlier.
 
     Raises:
         ConfigError: the strategy cannot be parsed, needs servers or another number of ranks, or has
@@ -82,7 +86,10 @@ def init(
     facts = {"strategy": parsed and str(parsed), **known}
     facts |= {"shared_memory": shared_memory, "debug_comm": debug_comm}
     is_new = not dist.is_initialized()  # else `phalanx run` has started this rank
-    kind, num_ranks = attach(facts, device=device, timeout_s=timeout_s), dist.get_world_size()
+    if debug_net is not None and not is_new:
+        begin(str(debug_net), dist.get_rank())
+    with into(Path(debug_net) if debug_net is not None and is_new else None):
+        kind, num_ranks = attach(facts, device=device, timeout_s=timeout_s), dist.get_world_size()
     parsed = parsed or Strategy.parse(f"dp{num_ranks}")
     if parsed.num_ranks != num_ranks == 1:
         raise StrategyError(
