@@ -343,13 +343,13 @@ def test_a_job_of_slurm_continues_after_its_time(
     hosts, run = (Host("localhost", 2),), tmp_path / "slurm"
 
     def has_trained() -> bool:
-        return (run / "metrics.jsonl").exists() and len(losses(run)) >= 3
+        return (run / "metrics.jsonl").exists() and len(losses(run)) >= 2
 
-    script = text("slurm", job(hosts, "fsdp2", "slurm", "--steps", "100"))
+    script = text("slurm", job(hosts, "fsdp2", "slurm", "--steps", "40"))
     assert sbatch(script, tmp_path, has_trained) == [143, 0], (
         tmp_path / "phalanx-77.out"
     ).read_text()
-    whole = text("env", job(hosts, "fsdp2", "whole", "--steps", "100"))
+    whole = text("env", job(hosts, "fsdp2", "whole", "--steps", "40"))
     run_shells(whole.split("\n\n"), tmp_path)
-    assert len(losses(run)) == 100
+    assert len(losses(run)) == 40
     assert losses(run) == losses(tmp_path / "whole")

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from phalanx.errors import ConfigError
 
 
-class Launcher(NamedTuple):
+class LauncherVariables(NamedTuple):
     """A program that starts ranks, and the variables that each of them gets.
 
     Attributes:
@@ -33,7 +33,7 @@ class Launcher(NamedTuple):
     is_first_a_launch_node: bool = False
 
 
-SRUN: Final = Launcher(
+SRUN: Final = LauncherVariables(
     "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", ""
 )
 
@@ -43,27 +43,27 @@ SRUN: Final = Launcher(
 #   Open MPI          https://docs.open-mpi.org, "Environment variables set for MPI applications"
 #   MPICH, Intel MPI  MPICH's process manager Hydra; PBS's mpiexec on Cray (PALS) has other names
 LAUNCHERS: Final = (
-    Launcher(
+    LauncherVariables(
         *("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
         *("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
         "jsrun -E MASTER_ADDR=HOST",
         is_first_a_launch_node=True,
     ),
-    Launcher(
+    LauncherVariables(
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         "mpirun -x MASTER_ADDR=HOST",
     ),
-    Launcher(
+    LauncherVariables(
         *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
         *("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
         "mpiexec -genv MASTER_ADDR HOST",
     ),
-    Launcher(
+    LauncherVariables(
         *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         "mpiexec -genv MASTER_ADDR HOST",
     ),
-    Launcher(
+    LauncherVariables(
         *("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
         "mpiexec --env MASTER_ADDR=HOST",
     ),
@@ -139,7 +139,7 @@ def _port(environment: MutableMapping[str, str], *, is_step: bool) -> str:
     return str(FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS)
 
 
-def _first_host(environment: MutableMapping[str, str], launcher: Launcher) -> str:
+def _first_host(environment: MutableMapping[str, str], launcher: LauncherVariables) -> str:
     """Return the host of rank 0: this one if all ranks are here, else by the batch job's list."""
     if launcher is SRUN:
         return first_node(environment["SLURM_STEP_NODELIST"])
