@@ -380,7 +380,7 @@ def test_a_pipe_that_broke_elsewhere_silences_no_error(
 def test_a_host_that_does_not_recognise_itself_serves_the_endpoint_where_it_is_told(
     store_address: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The advice of docs/quick_start.md on a line `127.0.1.1 NAME`: `--rdzv-conf is_host=1`."""
+    """With a line `127.0.1.1 NAME` in /etc/hosts this takes `--rdzv-conf is_host=1`."""
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend

@@ -42,7 +42,7 @@ from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy, refuse_servers
 from phalanx.train.callback import Callback, Callbacks, Log
 from phalanx.train.job.request import choose_device, log_of
-from phalanx.train.job.run_folder import removed_if_refused, resumed_folder
+from phalanx.train.job.run_folder import net_files, removed_if_refused, resumed_folder
 from phalanx.train.loop import how_to_resume
 from phalanx.train.objective import Objective, check_build
 from phalanx.train.report.summary import Summary
@@ -194,7 +194,7 @@ class Trainer:
         advice = functools.partial(how_to_resume, out, command)
         args = (parsed.num_ranks, trainer, parsed, options, command, (*choice,))
         is_new = read_rank_env().rank == 0 and not out.exists()
-        with removed_if_refused(out, is_new=is_new):
+        with net_files(options, out), removed_if_refused(out, is_new=is_new):
             return summary_of(train_module, *args, config=options, advice=advice)
 
     def verify(

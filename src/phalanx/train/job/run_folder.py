@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -17,10 +17,12 @@ from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import TrainConfig
 from phalanx.config.file import RUN_FILE, to_toml
+from phalanx.config.schema import JobConfig, RunConfig
 from phalanx.errors import ConfigError, PhalanxError, TrainingError
 from phalanx.hugging_face.companions import keep_family, keep_tokenizer
-from phalanx.launch import rank_log
+from phalanx.launch import debug_net, rank_log
 from phalanx.launch.launched import launched
+from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.measure.logs import has_steps
 from phalanx.models.shape import ModelShape
 from phalanx.report.units import size_text
@@ -68,6 +70,23 @@ def new_folder(name: str, strategy: Strategy) -> Path:
     """Return the folder of a new run without `out`: runs/ and name, strategy and time."""
     new = f"{name}-{strategy}-{datetime.now():%Y%m%d-%H%M%S}"
     return Path("runs") / new.replace(":", "_").replace("/", "_").replace(",", "-")
+
+
+def net_files(config: RunConfig, out: Path) -> AbstractContextManager[None]:
+    """Return a context in which a job begins, and writes the files of `debug_net` to `out`.
+
+    Raises:
+        ConfigError: each rank would name the new folder of the run itself.
+    """
+    if not config.debug_net:
+        return nullcontext()
+    is_new = isinstance(config, JobConfig) and config.out is config.resume is None
+    if is_new and is_under_torchrun():
+        raise ConfigError(
+            "debug_net writes to the folder of the run before the ranks can agree on its name; "
+            "give --out FOLDER"
+        )
+    return debug_net.into(out / rank_log.FOLDER)
 
 
 def claim(job: Job) -> Job:
