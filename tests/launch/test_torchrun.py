@@ -254,6 +254,12 @@ def test_ranks_that_would_prepare_end_if_another_has_no_gpu(
         agreement.agree(RankEnv(0, 2, 0, 1), store, lambda: 0, lambda _: {})
 
 
+def test_a_rank_that_meets_the_end_of_the_store_has_lost_a_peer() -> None:
+    with pytest.raises(PeerFailed, match="the rank that hosts the store has ended"):
+        with agreement.failing_together(RankEnv(1, 2, 0, 1), dist.HashStore()):
+            raise dist.DistNetworkError("Connection reset by peer")
+
+
 STOPPING = """
 import sys, time
 from phalanx.launch import torchrun

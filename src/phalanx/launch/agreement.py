@@ -75,7 +75,7 @@ def agree(
                 texts = store.multi_get([f"{rank}" for rank in range(env.num_ranks)])
                 check_same([json.loads(text) for text in texts])
             store.set("all", "ready")
-    _read(store, "all")
+        _read(store, "all")
     return value
 
 
@@ -94,8 +94,14 @@ def own_cores(env: RankEnv, store: Store) -> int:
 @contextmanager
 def failing_together(env: RankEnv, store: Store) -> Generator[None]:
     """If the block raises, `agree` raises PeerFailed on all other ranks of the job."""
+    import torch.distributed as dist
+
     try:
         yield
+    except dist.DistNetworkError as error:
+        failed = PeerFailed("the rank that hosts the store has ended")
+        failed.exit_code = lost_peer_code()
+        raise failed from error
     except BaseException:
         with suppress(RuntimeError):  # the store may have ended with rank 0
             for key in (f"{env.rank}", "compared", "all"):
@@ -104,15 +110,8 @@ def failing_together(env: RankEnv, store: Store) -> Generator[None]:
 
 
 def _read(store: Store, key: int | str) -> str:
-    import torch.distributed as dist
-
-    try:
-        with PULSE.waiting("waiting for other ranks to prepare the job"):
-            text = store.get(f"{key}").decode()
-    except dist.DistNetworkError as error:
-        failed = PeerFailed("the rank that hosts the store has ended")
-        failed.exit_code = lost_peer_code()
-        raise failed from error
+    with PULSE.waiting("waiting for other ranks to prepare the job"):
+        text = store.get(f"{key}").decode()
     if text == FAILED:
         raise PeerFailed("another rank could not prepare the job; see that rank's error")
     return text

@@ -150,10 +150,10 @@ def joined(
         any_store: Any = store  # `clone` has no type; tests/debug/test_check.py pins it
         with Watch(any_store.clone(), env, timeout_s) as watch:
             stopping.watch = watch
-            if threads is None:
-                torch.set_num_threads(own_cores(env, store))
-            if device == "cuda":
-                with failing_together(env, store):
+            with failing_together(env, store):
+                if threads is None:
+                    torch.set_num_threads(own_cores(env, store))
+                if device == "cuda":
                     _take_gpu(env, store)
             value = agree(env, store, prepare, facts)
             store.set_timeout(timedelta(seconds=timeout_s))
