@@ -325,6 +325,27 @@ def test_two_versions_are_no_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
             second.result()
 
 
+def test_ranks_dealt_out_over_hosts_one_by_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, places = dist.HashStore(), {0: ("a", 0), 1: ("b", 0), 2: ("a", 1), 3: ("b", 1)}
+    hosts: dict[int | None, str] = {}
+    monkeypatch.setattr(agreement.socket, "gethostname", lambda: hosts[threading.get_ident()])
+
+    def agreed(rank: int) -> object:
+        host, local_rank = places[rank]
+        hosts[threading.get_ident()] = host
+        try:
+            return agreement.agree(
+                RankEnv(rank, 4, local_rank, 2), store, lambda: rank, lambda _: {}
+            )
+        except (ConfigError, PeerFailed) as error:
+            return error
+
+    with ThreadPoolExecutor(4) as ranks:
+        ends = list(ranks.map(agreed, places))
+    assert [type(end) for end in ends] == [PeerFailed, PeerFailed, ConfigError, ConfigError]
+    assert "LOCAL_RANK 1 of a is rank 2, but rank 1 is on b: the ranks of a host" in str(ends[2])
+
+
 class Left(BaseException):
     """In place of the end of this process."""
 
