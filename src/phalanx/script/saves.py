@@ -76,7 +76,8 @@ class Saves:
             # A new run must not mix its checkpoints with another run's, nor fail because of them:
             # it takes `wanted`, or the first `wanted`-N without any.
             names = itertools.chain([wanted], (Path(f"{wanted}-{n}") for n in itertools.count(2)))
-            free = (n for n in names if start is not None or not _has_checkpoint(n))
+            # A state in memory is this run's own.
+            free = (n for n in names if start is not None or not manifest.complete_checkpoints(n))
             here = on_first_rank(partial(next, free), f"cannot save in {wanted}")
             saver = Saver(here)
             try:

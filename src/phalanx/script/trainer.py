@@ -182,8 +182,9 @@ class Trainer:
                 trainer = dataclasses.replace(self, accumulation=accumulation)
         if job is not None and job.run is not None:
             recover()
-            is_begun = bool(manifest.saved_states(Path(job.run)))
-            options = dataclasses.replace(options, out=Path(job.run), resume=is_begun)
+            run = options.folder
+            is_begun = bool(manifest.saved_states(run))
+            options = dataclasses.replace(options, out=run, resume=is_begun)
         if strategy == AUTO:
             resume = str(options.out) if options.resume else None
             asked = JobConfig(strategy=AUTO, device=options.device, resume=resume)

@@ -141,9 +141,9 @@ def keep_origin(job: Job) -> None:
     keep_tokenizer(job.tokens.tokenizer, job.out)
     if job.origin is not None:
         keep_family(job.origin.folder, job.out)
-    if (job_of := launched()) is None or job_of.run is None:  # else the first generation's stay
-        content = _HEAD + to_toml(stored_settings(job.config))
-        replace_file(job.out / RUN_FILE, content.encode())
+    file, state = job.out / RUN_FILE, launched()
+    if state is None or state.run is None or not file.exists():  # else the first generation's stay
+        replace_file(file, (_HEAD + to_toml(stored_settings(job.config))).encode())
 
 
 _HEAD: Final = """\
@@ -160,18 +160,21 @@ def check_unused(out: Path, start: Checkpoint | None) -> None:
         ConfigError: `out` has checkpoints of another run, or later ones than `start`; or the run of
             `start` has removed it.
     """
+    if start is not None and manifest.IN_MEMORY in start.folder.parts:
+        start.set_aside()  # the state is of this run, and saves in memory may have replaced it
+        return
     ours = None if start is None else manifest.identity(start.folder)
     if start is not None and ours is None:
         raise ConfigError(
             f"{start.folder}, the checkpoint to resume from, no longer exists"
             f"{manifest.removed_hint(start.folder)}; start again"
         )
-    checkpoints = manifest.saved_states(out)
+    checkpoints = manifest.complete_checkpoints(out)
     if not checkpoints:
         return
     if start is not None and ours in map(manifest.identity, checkpoints.values()):
         start.set_aside()
-        checkpoints = manifest.saved_states(out)
+        checkpoints = manifest.complete_checkpoints(out)
     last = max(checkpoints)
     if start is None or ours not in map(manifest.identity, checkpoints.values()):
         raise ConfigError(
