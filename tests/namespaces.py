@@ -102,6 +102,8 @@ def ssh_servers(hosts: Sequence[str]) -> Iterator[dict[str, subprocess.Popen[byt
         for host, server in servers.items():
             server.kill()
             server.wait(20)
+            assert server.stdout is not None
+            server.stdout.close()
             kill_all_on(host)
 
 

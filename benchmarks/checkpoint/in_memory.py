@@ -54,7 +54,7 @@ def time_steps(job: Job, hosts: list[Path], rounds: int) -> dict[str, Any]:
     assert pace is not None
     rows: list[dict[str, float]] = []
     with session:
-        while pace._num_measured < 2:
+        while pace._every is None:
             step(session)
             session.save_in_memory()
         pace.saver.finish()
@@ -63,19 +63,19 @@ def time_steps(job: Job, hosts: list[Path], rounds: int) -> dict[str, Any]:
             for name, saves in (("without_s", False), ("with_s", True)):
                 dist.barrier()
                 begin_s = time.perf_counter()
-                for _ in range(pace._period):
+                for _ in range(pace.period):
                     step(session)
                     if saves:
                         session.save_in_memory()
                 if saves:
                     pace.saver.finish()
                 dist.barrier()
-                row[name] = (time.perf_counter() - begin_s) / pace._period
-            rows.append(row | {"ratio": row["with_s"] / row["without_s"], "copy_s": pace._cost_s})
+                row[name] = (time.perf_counter() - begin_s) / pace.period
+            rows.append(row | {"ratio": row["with_s"] / row["without_s"]})
         planned = in_memory.traffic(pace.saver._plan, pace.saver.hosts)
     return {
-        "period": pace._period, "rows": rows, "planned": planned,
-        "writer_s": pace.saver.writer_s, "sent": pace.saver.sent,
+        "period": pace.period, "rows": rows, "planned": planned,
+        "sent": pace.saver.sent,
     }  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def main() -> None:
         print(
             f"\n{num_hosts} hosts: every {steps[0]['period']} steps; planned {steps[0]['planned']}"
         )
-        print(f"sent {steps[0]['sent']}, writer {steps[0]['writer_s']:.3f} s")
+        print(f"sent {steps[0]['sent']}")
         print("| | median | min | max |\n|---|---:|---:|---:|")
         for key in rows[0]:
             print(f"| {key} | {spread([row[key] for row in rows], '.3f')} |")

@@ -44,10 +44,14 @@ def main():
     words = sys.argv[1:]
     at = words.index("--") if "--" in words else len(words)
     cases = [word.split(":") for word in words[:at]]
-    cases = cases or [(each, 2 + (seed + seed // 6) % 2, seed) for seed, each in enumerate(2 * STRATEGIES)]
+    cases = cases or [
+        (each, 2 + (seed + seed // 6) % 2, seed) for seed, each in enumerate(2 * STRATEGIES)
+    ]
     options = [f"--undisturbed={tempfile.mkdtemp()}/run", *words[at + 1 :]]
     for strategy, num_hosts, seed in cases:
-        print(f"{time.strftime('%H:%M:%S')} {strategy} on {num_hosts} hosts, seed {seed}", flush=True)
+        print(
+            f"{time.strftime('%H:%M:%S')} {strategy} on {num_hosts} hosts, seed {seed}", flush=True
+        )
         found = run_case(strategy, int(num_hosts), seed, *options)
         found |= {"num_hosts": int(num_hosts), "options": words[at + 1 :]}
         with RESULTS.open("a") as file:

@@ -200,6 +200,13 @@ def test_coordinator_and_scheduler_may_go_and_come_back() -> None:
             assert scheduler.tasks.done.below[worker] == 7
 
 
+def test_asynchronous_groups_push_each_of_their_tasks_once() -> None:
+    with local_roles(2, 2) as made:
+        end(run(made, Consistency("async", 3), 4, {}))
+        schedulers = [made.roles[f"scheduler{group}"] for group in range(2)]
+        assert [each.facts()["group"]["workers"] for each in schedulers] == [[0, 1], [2]]
+
+
 @pytest.mark.parametrize(
     ("fact", "why"),
     [

@@ -92,9 +92,12 @@ def test_who_joins_computes_the_tasks_of_others_that_it_waits_for(
     kind: type[ServedStep], consistency: Consistency, num_steps: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Worker 1 never comes, and worker 0 is lost when it waits after its last push."""
+    """Worker 1 never comes, and worker 0 is lost when it waits after its last push.
+
+    Each is a group of its own.
+    """
     batch = torch.randn(5, 3, dtype=torch.float64)
-    with local_roles(1) as made:
+    with local_roles(1, 2) as made:
         step = worker(made, kind, consistency)
         for _ in range(num_steps - 1):
             step([batch])

@@ -15,10 +15,11 @@ from phalanx.errors import ConfigError
 from phalanx.launch.hosts import LaunchRequest, parse_host, parse_hosts, read_hostfile
 from phalanx.launch.launched import VARIABLE
 
-TAKEN_ALONG: Final = re.compile(
-    "(PHALANX|NCCL|GLOO|TORCH|OMP|MKL|HF|CUDA)_.*|PATH|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV"
-)
+TAKEN_ALONG: Final = re.compile("(PHALANX|NCCL|GLOO|TORCH|OMP|MKL|HF|CUDA)_.*")
 """Names of the environment variables that the ranks of all hosts get."""
+
+OF_SYSTEM: Final = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
+"""Those that they get by ssh, but that no other way of starting them should take from here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +46,12 @@ class LaunchConfig:
     """Port of the first host by which the ranks meet; unset: a free one."""
     dry_run: bool = False
     """Print what would be run on each host."""
-    print: Literal["torchrun", "slurm", "pytorchjob", "jobset", "env"] | None = None
-    """Print a script or manifest that starts the job by other means."""
+    print: Literal["torchrun", "slurm", "pytorchjob", "jobset", "env", "dockerfile"] | None = None
+    """Print a script or manifest that starts the job by other means, with variables of --env."""
     join: str | None = None
     """Take a host, c:2, into the job that runs on this machine, at the end of a step."""
-    job: str | None = None
-    """The job that --join means, if several run on this machine."""
+    job: Annotated[int | None, Range(1)] = None
+    """Process of the launcher that --join means, if several run on this machine."""
 
 
 def run(argv: list[str]) -> int:
@@ -72,7 +73,7 @@ def run(argv: list[str]) -> int:
     if config.print is not None:
         from phalanx.launch import manifests
 
-        print(manifests.text(config.print, request))
+        print(manifests.text(config.print, request), end="")
         return 0
     from phalanx.launch.launcher import Launcher, dry_run
 
@@ -98,20 +99,29 @@ def request_of(config: LaunchConfig, command: tuple[str, ...]) -> LaunchRequest:
             f"the command after -- is {words}; expected train, run SCRIPT, verify or bench "
             "scaling, such as: phalanx launch --hosts a:2,b:2 -- train --strategy dp4"
         )
-    variables = {name: value for name, value in os.environ.items() if TAKEN_ALONG.fullmatch(name)}
+    variables = dict[str, str]()
+    if config.print is None:  # a text may go anywhere: no HF_TOKEN, and no PATH of this machine
+        for name, value in os.environ.items():
+            if TAKEN_ALONG.fullmatch(name) or name in OF_SYSTEM:
+                variables[name] = value
     for word in config.env:
         name, has_value, value = word.partition("=")
         if not has_value and name not in os.environ:
             raise ConfigError(f"--env {name}: the environment has no {name}; write {name}=VALUE")
         variables[name] = value if has_value else os.environ[name]
-    variables.pop(VARIABLE, None)
+    for name in (VARIABLE, "TORCH_CPP_LOG_LEVEL"):  # which `phalanx` itself has set
+        variables.pop(name, None)
+    try:
+        ssh = tuple(shlex.split(config.ssh))
+    except ValueError as error:
+        raise ConfigError(f"--ssh is {config.ssh!r}: {error}; expected a command") from None
     return LaunchRequest(
         hosts=hosts,
         command=command,
         folder=os.getcwd(),
         restarts=config.restarts,
         min_ranks=config.min_ranks,
-        ssh=tuple(shlex.split(config.ssh)),
+        ssh=ssh or ("ssh",),
         variables=tuple(sorted(variables.items())),
         port=config.port or 0,
     )

@@ -105,8 +105,8 @@ class Channel:
 
     def flush(self) -> None:
         """Write what waits, as far as possible; a reader that has gone shows at the source."""
-        with self._lock, suppress(BlockingIOError, BrokenPipeError):
-            while self._out:
+        with self._lock, suppress(OSError):
+            while self._out and not self._is_over.is_set():
                 del self._out[: os.write(self.target, self._out[:MOST_BYTES])]
 
     @property
@@ -147,8 +147,8 @@ class Channel:
 
     def close(self) -> None:
         """Close both directions, which the other side reads as the end."""
-        self._is_over.set()
-        with self._lock:
+        with self._lock:  # the numbers of closed descriptors are used again
+            self._is_over.set()
             for descriptor in {self.source, self.target}:
                 os.close(descriptor)
 
@@ -310,8 +310,11 @@ class Agent:
     def _fork(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Start a process of `function(*args, outputs, line, folder)`."""
         context = prepare_server()
-        pipes = [context.Pipe(duplex=False) for _ in range(2 if number >= 0 else 0)]
-        ours, theirs = context.Pipe()
+        num_outputs = 2 if number >= 0 else 0
+        # Their class depends on the platform.
+        pipes: list[tuple[Any, Any]] = [context.Pipe(duplex=False) for _ in range(num_outputs)]
+        ends: tuple[Any, Any] = context.Pipe()
+        ours, theirs = ends
         outputs = [write for _, write in pipes]
         all_args = (*args, outputs, theirs, str(self._folder))
         process = context.Process(target=function, args=all_args)

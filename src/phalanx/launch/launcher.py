@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -56,9 +56,6 @@ AGENT_S: Final = 20.0
 START_S: Final = 120.0
 """Longest wait for the import of torch and the store of the ranks, in seconds."""
 
-CLEAR_S: Final = 5.0
-"""Longest wait for an agent that kills its ranks, in seconds."""
-
 SILENT_S: Final = 11.0
 """Seconds without a word of an agent after which its host is lost; its ranks have ended then."""
 
@@ -73,6 +70,9 @@ PEERS_S: Final = 14.0
 
 LAST_WORDS_S: Final = 2.0
 """Time for an agent to end, or a rank to say how to resume, in seconds."""
+
+TAKEN_IN: Final = b"taken in"
+"""Answer to a join of a host that can take part."""
 
 NO_FOLDER, NO_PYTHON = 97, 98
 """Exit codes of the command that starts an agent."""
@@ -121,11 +121,21 @@ class Remote:
         process: Any = self.process
         self.channel = Channel(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno()))
         self.error_output: int = process.stderr.fileno()
+        os.set_blocking(self.error_output, False)
         process.stdin.close()
         process.stdout.close()
         variables = dict(request.variables)
         self.channel.send("settings", job=f"{job}.{host.name}", variables=variables)
         self.channel.keep_pinging()
+
+    def end(self, limit_s: float) -> None:
+        """Wait for the end of the agent, whose channel is closed, and kill what is left here."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(limit_s)
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
 
     def why_not(self, own: dict[str, str], folder: str) -> str:
         """Return a sentence if the host cannot take part, with the cure; else an empty text."""
@@ -137,30 +147,48 @@ class Remote:
                 ours = ", ".join(f"{each} {own[each]}" for each in unlike)
                 return f"host {name} has {theirs}, but this machine has {ours}; install the same"
             return ""
-        words = printable(self.errors.strip().rpartition("\n")[2])
-        if code == NO_FOLDER:
-            return f"host {name} has no folder {folder}; make it, or share it by NFS"
-        if code == NO_PYTHON:
-            return (
-                f"host {name} has no {sys.executable}; install the same environment at the same "
-                "path, or share its folder"
-            )
-        if "No module named" in self.errors:
-            return (
-                f"host {name}: {words}; install phalanx there by: {sys.executable} -m pip install "
-                "phalanx-train, or give PYTHONPATH"
-            )
-        for pattern, cure in CURES.items():
-            if any(word.lower() in self.errors.lower() for word in pattern.split("|")):
-                return f"host {name}: {cure.format(target=self.host.target, name=name)} ({words})"
-        if code is None:
-            return f"host {name} did not answer in time; see: ssh {self.host.target} true"
-        return f"host {name}: its agent ended with exit code {code}: {words or 'without a word'}"
+        return why_no_agent(self.host, code, self.errors, folder)
 
 
-def agent_command(host: Host, request: LaunchRequest, connect_s: float = CONNECT_S) -> list[str]:
-    """Return the command that starts the agent of a host."""
-    agent = [sys.executable, "-P", "-m", "phalanx.launch.agent"]
+def why_no_agent(host: Host, code: int | None, errors: str, folder: str) -> str:
+    """Return a sentence on why no agent answers, with the cure.
+
+    Args:
+        host: the host of the agent.
+        code: exit code of the command that starts the agent; None while it runs.
+        errors: the error output of that command.
+        folder: the working folder.
+    """
+    name = host.name
+    words = printable(errors.strip().rpartition("\n")[2])
+    if code == NO_FOLDER:
+        return f"host {name} has no folder {folder}; make it, or share it by NFS"
+    if code == NO_PYTHON:
+        return (
+            f"host {name} has no {sys.executable}; install the same environment at the same "
+            "path, or share its folder"
+        )
+    if "No module named" in errors:
+        return (
+            f"host {name}: {words}; install phalanx there by: {sys.executable} -m pip install "
+            "phalanx-train, or give PYTHONPATH"
+        )
+    for pattern, cure in CURES.items():
+        if any(word.lower() in errors.lower() for word in pattern.split("|")):
+            return f"host {name}: {cure.format(target=host.target, name=name)} ({words})"
+    if code is None:
+        return f"host {name} did not answer in time; see: ssh {host.target} true"
+    return f"host {name}: its agent ended with exit code {code}: {words or 'without a word'}"
+
+
+def agent_command(
+    host: Host,
+    request: LaunchRequest,
+    connect_s: float = CONNECT_S,
+    module: str = "phalanx.launch.agent",
+) -> list[str]:
+    """Return the command that starts the agent of a host, which is a module."""
+    agent = [sys.executable, "-P", "-m", module]
     if host.is_local:
         return agent
     if path := os.environ.get("PYTHONPATH"):
@@ -210,7 +238,7 @@ class Launcher:
         with collected() as self._signals:
             try:
                 for host in self._request.hosts:
-                    self._connect(host, CONNECT_S)
+                    self._remotes.append(self._connect(host, CONNECT_S))
                 self._await(self._remotes, "facts", CONNECT_S + AGENT_S)
                 self._check()
                 with self._control():
@@ -253,7 +281,12 @@ class Launcher:
             rows = self._report.global_rows if self._report is not None else None
             num_ranks = num_left
             if before is not None and (self._report is not None or num_left != most):
-                fitting = shrunk(Strategy.parse(before), num_left, rows)
+                fitting = Strategy.parse(before)
+                if num_left > fitting.num_ranks:  # by hosts that have joined: more data ranks
+                    axis = "fsdp" if fitting.dp.degree == 1 < fitting.fsdp.degree else "dp"
+                    degree = num_left * getattr(fitting, axis).degree // fitting.num_ranks
+                    fitting = fitting.with_degree(axis, degree)
+                fitting = shrunk(fitting, num_left, rows)
                 strategy, num_ranks = str(fitting), fitting.num_ranks
             run = self._report.run if self._report is not None else None
             self._generation += 1
@@ -266,17 +299,19 @@ class Launcher:
     # Hosts.
 
     def _connect(self, host: Host, connect_s: float) -> Remote:
-        remote = Remote(host, self._request, self._job, connect_s)
-        self._remotes.append(remote)
-        self._watch_remote(remote)
-        return remote
-
-    def _watch_remote(self, remote: Remote) -> None:
+        """Start the agent of a host, and hear it from now on."""
+        try:
+            remote = Remote(host, self._request, self._job, connect_s)
+        except OSError as error:
+            raise ConfigError(
+                f"the command {error.filename} cannot be run: {error.strerror}; install OpenSSH's "
+                "client, or name another by --ssh"
+            ) from None
         read = selectors.EVENT_READ
         self._leases.renew(remote.host.name)
-        os.set_blocking(remote.error_output, False)
         self._selector.register(remote.channel.source, read, lambda: self._hear(remote))
         self._selector.register(remote.error_output, read, lambda: self._hear_errors(remote))
+        return remote
 
     def _check(self) -> None:
         """Raise ConfigError for hosts that cannot take part; give the others their ranks."""
@@ -314,20 +349,19 @@ class Launcher:
             with suppress(KeyError):
                 self._selector.unregister(descriptor)
         remote.channel.close()
-        remote.process.kill()
-        remote.process.wait()
+        remote.end(0)
 
     def _recover(self) -> None:
         """Kill the ranks that are left, and ask each lost host once more for an agent."""
-        if self._is_stopping_to_join and self._joining is not None and not self._joining[0].lost:
+        if self._is_stopping_to_join and self._joining is not None:
             self._remotes.append(self._joining[0])
-        self._joining, self._is_stopping_to_join = None, False
+            self._joining, self._is_stopping_to_join = None, False
         for remote in self._remotes:
             remote.answers.pop("cleared", None)
             remote.channel.send("clear") if not remote.lost else None
         before, self._remotes = self._remotes, [each for each in self._remotes if not each.lost]
         again = [self._connect(each.host, AGAIN_S) for each in before if each.lost]
-        self._await([each for each in self._remotes if each not in again], "cleared", CLEAR_S)
+        self._await(self._remotes, "cleared", START_S)
         self._await(again, "facts", 2 * AGAIN_S)
         own = versions()
         for remote in again:
@@ -337,22 +371,21 @@ class Launcher:
         self._prepare(each for each in again if not each.lost)
         names = [each.host.name for each in before]
         self._remotes = sorted(
-            (each for each in self._remotes if not each.lost),
+            (each for each in [*self._remotes, *again] if not each.lost),
             key=lambda each: names.index(each.host.name),
         )
 
     def _end(self) -> None:
         """End all agents, which end their ranks."""
-        all_remotes = [*self._remotes, *([self._joining[0]] if self._joining else [])]
-        alive = [remote for remote in all_remotes if not remote.lost]
+        alive = [remote for remote in self._remotes if not remote.lost]
+        if self._joining is not None and not self._joining[0].lost:
+            alive.append(self._joining[0])
         for remote in alive:
             remote.channel.close()
         until_s = time.monotonic() + LAST_WORDS_S
         for remote in alive:
-            with suppress(subprocess.TimeoutExpired):
-                remote.process.wait(max(0.1, until_s - time.monotonic()))
-            remote.process.kill()
-            remote.process.wait()
+            remote.end(max(0.1, until_s - time.monotonic()))
+        self._selector.close()
 
     # A generation.
 
@@ -393,7 +426,9 @@ class Launcher:
             why = unreached[0].answers["reached"]["why"]
             why = f"host {unreached[0].host.name} does not reach {address}, port {port}: {why}"
         else:
-            if self._generation == 0 and not self._signals:
+            if self._generation:
+                self._lose(others[0], why)
+            elif not self._signals:
                 raise ConfigError(
                     f"{why}; open the port on host {first.host.name} (a firewall?), choose one by "
                     "--port, or see: phalanx doctor --peer"
@@ -415,7 +450,7 @@ class Launcher:
 
     def _addresses(self, first: Remote, others: Sequence[Remote]) -> list[str]:
         """Return the addresses at which the other hosts may reach the first, likely ones first."""
-        if not others:
+        if all(remote.host.is_local for remote in self._remotes):
             return ["127.0.0.1"]
         addresses = [first.answers["facts"]["address"]]
         with suppress(OSError):
@@ -584,7 +619,7 @@ class Launcher:
     @contextmanager
     def _control(self) -> Generator[None]:
         """Listen for `join`, and for what asks which jobs run."""
-        path = control_folder() / f"{self._job}.sock"
+        path = control_folder() / f"{os.getpid()}.sock"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
             listener.listen()
@@ -600,15 +635,16 @@ class Launcher:
         connection.settimeout(1.0)
         with suppress(OSError, ValueError):
             host = parse_host(connection.recv(1000).decode())
-            names = [remote.host.name for remote in self._remotes if not remote.lost]
+            refusal = ""
             if self._joining is not None or self._stop:
-                connection.sendall(b"the job stops, or another host joins it; try again later")
-            elif host.name in names:
-                connection.sendall(f"host {host.name} takes part in the job already".encode())
-            else:
-                remote = Remote(host, self._request, self._job, CONNECT_S)
-                self._watch_remote(remote)
-                self._joining = remote, connection
+                refusal = "the job stops, or another host joins it; try again later"
+            elif any(host.name == each.host.name and not each.lost for each in self._remotes):
+                refusal = f"host {host.name} takes part in the job already"
+            if not refusal:
+                self._joining = self._connect(host, CONNECT_S), connection
+                return
+            connection.sendall(refusal.encode())
+        connection.close()
 
     def _take_in(self) -> None:
         """Ask the ranks to save and end, once the agent of a host that joins has answered."""
@@ -630,7 +666,7 @@ class Launcher:
             report(f"host {remote.host} joins: the ranks save and end after this step")
             self._is_stopping_to_join, self._ended_s = True, time.monotonic()
             self._send_signal(signal.SIGTERM)
-            connection.sendall(b"")
+            connection.sendall(TAKEN_IN)
 
 
 def strategy_of(command: Sequence[str]) -> str | None:
@@ -653,29 +689,31 @@ def control_folder() -> Path:
     return folder
 
 
-def join(host: Host, job: str | None) -> str:
+def join(host: Host, job: int | None) -> str:
     """Ask the launcher that runs on this machine to take a host in; return its refusal, or "".
 
     Raises:
-        ConfigError: no job runs here, or several do and `job` names none of them.
+        ConfigError: no job runs here, or several do and `job` is the process of none of them.
     """
-    running: dict[str, socket.socket] = {}
-    for path in sorted(control_folder().glob("*.sock")):
-        connection = socket.socket(socket.AF_UNIX)
-        try:
-            connection.connect(str(path))
-            running[path.stem] = connection
-        except ConnectionRefusedError:  # its launcher was killed
-            path.unlink(missing_ok=True)
-    chosen = list(running) if job is None else [name for name in running if name == job]
-    if len(chosen) != 1:
-        names = ", ".join(running) or "none"
-        raise ConfigError(
-            f"jobs of phalanx launch that run on this machine: {names}; expected one, or --job NAME"
-        )
-    connection = running[chosen[0]]
-    connection.sendall(str(host).encode())
-    return connection.makefile("rb").read().decode()
+    with ExitStack() as stack:
+        running: dict[str, socket.socket] = {}
+        for path in sorted(control_folder().glob("*.sock")):
+            connection = stack.enter_context(socket.socket(socket.AF_UNIX))
+            try:
+                connection.connect(str(path))
+                running[path.stem] = connection
+            except ConnectionRefusedError:  # its launcher was killed
+                path.unlink(missing_ok=True)
+        chosen = [name for name in running if job is None or name == str(job)]
+        if len(chosen) != 1:
+            raise ConfigError(
+                f"processes of phalanx launch on this machine: {', '.join(running) or 'none'}; "
+                "expected one, or --job PROCESS"
+            )
+        running[chosen[0]].sendall(str(host).encode())
+        with running[chosen[0]].makefile("rb") as answer:
+            words = answer.read() or b"the job has ended"
+            return "" if words == TAKEN_IN else words.decode()
 
 
 def dry_run(request: LaunchRequest) -> Generator[str]:

@@ -21,7 +21,7 @@ import statistics
 import struct
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -88,86 +88,66 @@ class Finding:
         return f"{self.text}; {self.cure}" if self.cure else self.text
 
 
-def way(peer: str, port: int | None = None, *, pings: bool = True) -> Generator[Finding, None, str]:
-    """Check name, route, round trip and port of another host; return its address, or "".
+def way(peer: str, port: int | None = None, *, pings: bool = True) -> Generator[Finding]:
+    """Check name, route, round trip and, unless None, a port of another host.
 
-    The port is not checked if None; that nobody listens at it is no fault of the link.
+    That nobody listens at the port is no fault.
     """
-    host = socket.gethostname()
-    address = _resolved(peer)
-    if not address or (_is_loopback(address) and peer not in (host, "localhost", address)):
-        wrong = f"resolves to {address}, which is {host} itself" if address else "is unknown"
-        line = f"the line '{address} {peer}' of" if address else f"no line for {peer} in"
+    host, address = socket.gethostname(), _resolved(peer)
+    is_loopback = address.startswith("127.") or address == "::1"
+    if not address or (is_loopback and peer not in (host, "localhost", address)):
+        meaning = f"resolves to {address}, {host} itself," if address else "is unknown"
+        line = f"replace '{address} {peer}' by" if address else "add"
         yield Finding(
             check="name",
-            text=f"the name {peer} {wrong} on {host}",
-            cure=f"{line} /etc/hosts of {host}: write 'ADDRESS {peer}' with the address that "
-            f"`ip -brief address` shows on {peer}, or use the address in place of the name",
+            text=f"the name {peer} {meaning} on {host}",
+            cure=f"in /etc/hosts of {host}, {line} 'ADDRESS {peer}' with the address that `ip "
+            f"-brief address` shows on {peer}, or use the address in place of the name",
             is_end=True,
         )
-        return ""
+        return
     yield Finding(check="name", text=f"{peer} is {address}", values={"address": address})
     source = interface.address_towards(address)
-    name = interface.interface_of(source) or ""
-    no_route = Finding(
-        check="route",
-        text=f"{host} has no route to {peer} ({address})",
-        cure=f"give an interface of {host} an address in the network of {address} (`ip -brief "
-        f"address` lists interfaces; sudo ip address add ADDRESS/24 dev INTERFACE), or add a route",
-        is_end=True,
-    )
     if not source:
-        yield no_route
-        return ""
-    facts = {
-        of: int(Path(f"/sys/class/net/{name}/{of}").read_text())
-        for of in ("mtu", "speed")
-        if name and _is_readable(Path(f"/sys/class/net/{name}/{of}"))
-    }
-    rate = f", {facts['speed']:,} Mbit/s" if facts.get("speed", 0) > 0 else ""
-    yield Finding(
-        check="route",
-        text=f"from {source} by {name}, MTU {facts.get('mtu', 'unknown')}{rate}",
-        values={"source": source, "interface": name, **facts},
-    )
+        yield Finding(
+            check="route",
+            text=f"{host} has no route to {peer} ({address})",
+            cure=f"give an interface of {host} an address in the network of {address} (`ip -brief "
+            "address` lists interfaces; sudo ip address add ADDRESS/24 dev INTERFACE)",
+            is_end=True,
+        )
+        return
+    values: dict[str, Any] = {"interface": interface.interface_of(source) or ""}
+    for name in ("mtu", "speed"):
+        with suppress(OSError, ValueError):  # a virtual interface may have no speed
+            values[name] = int(Path(f"/sys/class/net/{values['interface']}/{name}").read_text())
+    rate = f", {values['speed']:,} Mbit/s" if values.get("speed", 0) > 0 else ""
+    route = f"from {source} by {values['interface']}, MTU {values.get('mtu', 'unknown')}{rate}"
+    yield Finding(check="route", text=route, values=values)
     times_s = ping(address) if pings else None
     if times_s:
         yield round_trip(times_s)
-    elif times_s == [] and port is None:
-        yield Finding(check="round trip", text=f"{peer} does not answer pings")
     if port is not None:
         yield reach(peer, address, port, is_alive=bool(times_s))
-    return address
 
 
 def _resolved(peer: str) -> str:
     """Return an address of a host, IPv4 if it has one, or ""; a name server has LIMIT_S."""
-    found: list[str] = []
+    addresses: list[str] = []
 
     def resolve() -> None:
         with suppress(OSError, UnicodeError):
             entries = socket.getaddrinfo(peer, None, type=socket.SOCK_STREAM)
             entries.sort(key=lambda entry: entry[0] != socket.AF_INET)
-            found.append(str(entries[0][4][0]))
+            addresses.append(str(entries[0][4][0]))
 
     thread = threading.Thread(target=resolve, daemon=True)
     thread.start()
     thread.join(LIMIT_S)
-    return found[0] if found else ""
+    return addresses[0] if addresses else ""
 
 
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
-
-
-def _is_readable(path: Path) -> bool:
-    try:
-        return bool(path.read_text())
-    except OSError:  # the speed of an interface without one
-        return False
-
-
-def reach(peer: str, address: str, port: int, *, is_alive: bool) -> Finding:
+def reach(peer: str, address: str, port: int, *, is_alive: bool = True) -> Finding:
     """Connect to a port; say what a failure means: nobody listens, a firewall, or no host.
 
     `is_alive` says that the host has answered otherwise.
@@ -246,17 +226,17 @@ def _echoes(probe: socket.socket, is_raw: bool) -> list[float]:
     return times_s
 
 
-def round_trip(times_s: list[float], how: str = "") -> Finding:
-    """Return the finding of round-trip times."""
+def round_trip(times_s: Sequence[float]) -> Finding:
+    """Return the finding of round-trip times in seconds."""
     ordered = sorted(times_s)
-    values = {
-        "least_s": ordered[0],
-        "median_s": statistics.median(ordered),
-        "p99_s": ordered[math.ceil(0.99 * len(ordered)) - 1],
-    }
-    texts = [f"{name} {1e3 * values[key]:.3g} ms" for name, key in
-             (("least", "least_s"), ("median", "median_s"), ("99 %", "p99_s"))]  # fmt: skip
-    return Finding(check="round trip", text=", ".join(texts) + how, values=values)
+    least_s, median_s = ordered[0], statistics.median(ordered)
+    late_s = ordered[math.ceil(0.99 * len(ordered)) - 1]
+    text = ", ".join(
+        f"{name} {1e3 * time_s:.3g} ms"
+        for name, time_s in (("least", least_s), ("median", median_s), ("99 %", late_s))
+    )
+    values = {"least_s": least_s, "median_s": median_s, "p99_s": late_s}
+    return Finding(check="round trip", text=text, values=values)
 
 
 class Responder:
@@ -427,53 +407,50 @@ def packet_finding(host: str, peer: str, address: str, port: int) -> Finding:
 
 
 def bandwidth(
-    peer: str, address: str, port: int, seconds: float = QUICK_S, num_bytes: int = QUICK_BYTES
+    peer: str,
+    address: str,
+    port: int,
+    *,
+    seconds: float = QUICK_S,
+    num_bytes: int = QUICK_BYTES,
+    tries: int = 5,
 ) -> Finding:
     """Measure the bandwidth of TCP to a host whose `Responder` is at a port, and back.
+
+    A busy host may hold one stream back, while a slow link is slow each time: the best of `tries`
+    counts.
 
     Raises:
         OSError: the responder does not answer.
     """
-    to_s = from_s = 0.0
-    finding = None
-    for _ in range(3):  # a busy host may hold one stream back: a slow link is slow each time
+    host, to_s, from_s, cure = socket.gethostname(), 0.0, 0.0, ""
+    while tries > 0:
         with asking(address, port, f"take {seconds} {num_bytes}") as connection:
             _send(connection, seconds + LIMIT_S, num_bytes)
             to_s = max(to_s, _line(connection, 4 * LIMIT_S))
         with asking(address, port, f"send {seconds} {num_bytes}") as connection:
             from_s = max(from_s, _take(connection, seconds, num_bytes))
-        finding = bandwidth_finding(socket.gethostname(), peer, to_s, from_s)
-        if not finding.cure:
-            break
-    assert finding is not None
-    return finding
-
-
-def bandwidth_finding(
-    host: str, peer: str, to_s: float, from_s: float, check: str = "TCP"
-) -> Finding:
-    """Return the finding of bandwidths to a host and back, in bytes per second."""
-    slow, fast = min(to_s, from_s), max(to_s, from_s)
-    is_one_way = slow < ONE_WAY * fast and slow < FAST_BYTES_PER_S
-    source, target = (host, peer) if to_s == slow else (peer, host)
-    cure = ""
-    if is_one_way:
-        cure = (
-            f"from {source} to {target} the link carries {rate_text(slow)}, a fraction of the "
-            "other way: try another cable and port; `ethtool INTERFACE` on each host should show "
-            "the same speed and full duplex; look for other traffic and for limits (`tc qdisc`)"
-        )
-    elif slow < SLOW_BYTES_PER_S:
-        cure = (
-            "use a cable in place of a wireless link; `ethtool INTERFACE` on each host shows the "
-            "speed of its card; look for other traffic and for limits (`tc qdisc`)"
-        )
+        cure = cure_of_slow(host, peer, to_s, from_s)
+        tries = tries - 1 if cure else 0
     return Finding(
-        check=check,
+        check="TCP",
         text=both_ways(host, peer, to_s, from_s),
         cure=cure,
         values={"to_bytes_per_s": to_s, "from_bytes_per_s": from_s},
     )
+
+
+def cure_of_slow(host: str, peer: str, to_s: float, from_s: float) -> str:
+    """Return the cure of a slow link, or of one slow way; else an empty text."""
+    slow, fast = min(to_s, from_s), max(to_s, from_s)
+    look = (
+        "`ethtool INTERFACE` on each host should show the same speed and full duplex; look for "
+        "other traffic and for limits (`tc qdisc`)"
+    )
+    if slow < ONE_WAY * fast and slow < FAST_BYTES_PER_S:
+        source, target = (host, peer) if to_s == slow else (peer, host)
+        return f"only the way from {source} to {target} is slow: try another cable and port; {look}"
+    return f"use a cable in place of a wireless link; {look}" if slow < SLOW_BYTES_PER_S else ""
 
 
 def both_ways(host: str, peer: str, to_s: float, from_s: float) -> str:
@@ -488,30 +465,9 @@ def rate_text(bytes_per_s: float) -> str:
     return f"{bytes_per_s * 8e-9:,.3g} Gbit/s"
 
 
-def ssh_finding(peer: str, code: int, words: str, python: str) -> Finding:
-    """Return what the words of a failed ssh mean, which ended with an exit code."""
-    last = (words.strip().splitlines() or [f"it ended with exit code {code}"])[-1]
-    cures = {
-        "Permission denied": f"ssh-keygen -t ed25519 (if you have no key), then ssh-copy-id {peer}",
-        "verification failed": f"run `ssh {peer}` once by hand, and accept the host's key",
-        "refused": f"on {peer}: sudo apt install openssh-server, sudo systemctl enable --now ssh",
-        "timed out": f"on {peer}, open port 22: sudo ufw allow ssh",
-        "ot found": f"install the same environment on {peer}, at the same path ({python})",
-        "No such file": f"install the same environment on {peer}, at the same path ({python})",
-        "No module": f"install the same phalanx on {peer}, for {python}",
-    }
-    cure = next((cure for words, cure in cures.items() if words in last), f"try: ssh {peer}")
-    return Finding(
-        check="ssh",
-        text=f"ssh {peer} fails: {last}",
-        cure=f"{cure}; or start `phalanx doctor --listen` on {peer} by hand",
-        is_end=True,
-    )
-
-
 @contextmanager
 def explained(env: RankEnv) -> Generator[None]:
-    """While the block waits for the job's store, report once what is wrong with the way to it.
+    """While the block waits for the job's store, report once a fault of the way to it.
 
     The first rank of each host reports, except on the host of the store.
     """
@@ -534,38 +490,42 @@ def explained(env: RankEnv) -> Generator[None]:
 
 
 def check_links(store: Store, env: RankEnv, address: str) -> None:
-    """Measure the links of this host, before the ranks connect; every rank of the job calls this.
+    """Check the links of this host before the ranks connect; every rank of the job calls this.
 
-    The first rank of each host measures the link to the next host, both ways. Slow links and
-    clocks are reported.
+    The first rank of each host connects to the next host and measures the link, both ways. It
+    reports slow links and clocks.
 
     Raises:
-        TrainingError: connections to the next host do not pass, or large packets vanish.
+        TrainingError: connections to the next host do not pass, or large packets vanish; the first
+            ranks of both hosts raise it.
     """
     if env.local_rank or env.num_here == env.num_ranks:
         return
     # first ranks     0 --> 2 --> 4 --> 0       of three hosts of two ranks
-    # of two hosts, the first measures both ways, and the other has nothing to do
+    # of two hosts, only the first measures the link
     following = env.here.stop % env.num_ranks
-    responder = Responder()
-    store.set(f"{env.rank}", json.dumps([socket.gethostname(), address, responder.port, following]))
+    responder, host = Responder(), socket.gethostname()
+    store.set(f"{env.rank}", json.dumps([host, address, responder.port, following]))
     peer, address, port, after = json.loads(store.get(f"{following}"))
-    try:
-        if env.rank == 0 or after != env.rank:
-            for finding in _of_run(peer, address, port):
-                if finding.is_end:
-                    raise TrainingError(str(finding))
-                if finding.cure:
-                    report(str(finding))
-    finally:
-        store.set(f"{following} is measured", "")
-    store.get(f"{env.rank} is measured")
+    fault = ""
+    for finding in _of_run(peer, address, port, is_measured=env.rank == 0 or after != env.rank):
+        if finding.is_end:
+            fault = str(finding)
+        elif finding.cure:
+            report(str(finding))
+    store.set(f"{following} is checked", fault)
+    fault = fault or store.get(f"{env.rank} is checked").decode()
     responder.close()
+    if fault:
+        raise TrainingError(fault)
 
 
-def _of_run(peer: str, address: str, port: int) -> Iterator[Finding]:
-    try:
-        yield from passing(peer, address, port)
-        yield bandwidth(peer, address, port)
-    except OSError:
-        yield reach(peer, address, port, is_alive=True)
+def _of_run(peer: str, address: str, port: int, *, is_measured: bool) -> Iterator[Finding]:
+    finding = reach(peer, address, port)
+    yield finding
+    if is_measured and not finding.is_end:
+        try:
+            yield from passing(peer, address, port)
+            yield bandwidth(peer, address, port)
+        except OSError:  # cut since
+            yield reach(peer, address, port)

@@ -24,7 +24,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from phalanx import __version__
-from phalanx.errors import ConfigError, nearest
+from phalanx.errors import ConfigError
 from phalanx.launch.hosts import LaunchRequest
 
 PORT: Final = 29500
@@ -44,13 +44,9 @@ def text(kind: str, request: LaunchRequest) -> str:
     """Return the text of one of KINDS for a job.
 
     Raises:
-        ConfigError: the kind is unknown, a host lacks its number of ranks, hosts differ in it that
+        ConfigError: a host lacks its number of ranks, hosts differ in it that
             a manifest must make equal, or the text has no place for a setting of the request.
     """
-    if kind not in KINDS:
-        raise ConfigError(
-            f"--print is {kind}{nearest(kind, KINDS)}; expected one of {', '.join(KINDS)}"
-        )
     numbers = sorted(host.num_ranks for host in request.hosts)
     if numbers[0] == 0 and kind != "dockerfile":
         name = next(host.name for host in request.hosts if not host.num_ranks)

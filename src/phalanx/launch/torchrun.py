@@ -31,6 +31,8 @@ from phalanx.errors import (
 )
 from phalanx.launch import interface, link, schedulers
 from phalanx.launch.agreement import agree, failing_together
+from phalanx.launch.debug_net import VARIABLE as DEBUG_NET
+from phalanx.launch.debug_net import begin
 from phalanx.launch.failure import (
     READER_LEFT,
     PeerFailed,
@@ -43,6 +45,7 @@ from phalanx.launch.failure import (
     with_advice,
 )
 from phalanx.launch.heartbeat import PULSE
+from phalanx.launch.launched import launched
 from phalanx.launch.local import num_cores
 from phalanx.launch.pipe import end_children
 from phalanx.launch.process_memory import collect_as_usual, keep_freed_memory
@@ -130,9 +133,11 @@ def joined(
 
     env = read_rank_env()
     _end_with_parent()
-    stopping = _Stopping(env.local_rank == 0)
+    stopping = _Stopping(env.local_rank == 0 if launched() is None else env.rank == 0)
     with handled_in_thread(stopping):
         device = _use_device(env, device)
+        if folder := os.environ.get(DEBUG_NET):
+            begin(folder, env.rank)
         torch.set_num_threads(threads or max(1, num_cores() // env.num_here))
         join.raise_file_limit()
         with within_limits(f"rank {env.rank} cannot join the job"), link.explained(env):
@@ -165,8 +170,8 @@ def joined(
 class _Stopping:
     """Handler of the signals that request this rank to end; runs in a separate thread."""
 
-    def __init__(self, is_first_here: bool) -> None:
-        self._is_first_here = is_first_here
+    def __init__(self, reports: bool) -> None:
+        self._reports = reports
         self.watch: Watch | None = None
         self._asked_s: float | None = None
 
@@ -187,7 +192,7 @@ class _Stopping:
         leave(128 + signum)
 
     def _report(self, message: str) -> None:
-        if self._is_first_here:
+        if self._reports:
             report(message)
 
 

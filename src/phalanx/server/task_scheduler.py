@@ -1,9 +1,9 @@
 """The scheduler of a worker group: it assigns tasks to workers, and tracks who computes them.
 
-Each worker computes the tasks of its slot, one per clock: a range of the samples of a step. If the
-lease of a worker is over, or it has left, workers of its group that wait compute its tasks. With
-the asynchronous kinds, where no worker waits for others, a worker that has finished its slot helps
-the slot of its group that is furthest behind.
+Each worker computes the tasks of its slot, one per clock: its samples of the step. If the lease of
+a worker is over, or it has left, workers of its group that wait compute its tasks. With the
+asynchronous kinds, where no worker waits for others, a worker that has finished its slot helps the
+slot of its group that is furthest behind.
 
 A job of two groups, whose schedulers know of each other only what the coordinator's map says:
 
@@ -64,7 +64,7 @@ class Tasks:
 
     @property
     def num_live(self) -> int:
-        """Number of live workers, without those of other groups."""
+        """Number of live workers that are not of other groups."""
         slots = set(range(self.num_slots)) - self.elsewhere
         return sum(not self.is_lost(worker) for worker in slots)
 

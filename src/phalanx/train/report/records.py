@@ -23,8 +23,8 @@ from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryLedger, allocator_snapshot
 from phalanx.measure.peaks import Arithmetic, peak_of
-from phalanx.measure.placement import gathered
 from phalanx.measure.products import ProductTypes, quick_ceiling
+from phalanx.measure.rank_places import gathered
 from phalanx.measure.rank_times import RankWindow, window_of
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization

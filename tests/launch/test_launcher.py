@@ -1,0 +1,288 @@
+"""The launcher with agents of its own protocol, which start no ranks; and with ranks of this host.
+
+Hosts in network namespaces are in test_launch_hosts.py.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.cli.main import main
+from phalanx.errors import ConfigError
+from phalanx.launch import launcher
+from phalanx.launch.agent import versions
+from phalanx.launch.hosts import Host, LaunchRequest, parse_hosts
+from phalanx.launch.launcher import Launcher
+
+FAKE = Path(__file__).parents[1] / "fake_agent.py"
+
+Scenario = dict[str, Any]
+Launch = Callable[..., int]
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
+    """Launch a command on hosts that `scenarios` describes: a host's generations, or more."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(launcher, "TOGETHER_S", 0.2)
+    monkeypatch.setattr(launcher, "LAST_WORDS_S", 0.2)
+    monkeypatch.setattr(launcher, "PEERS_S", 0.5)
+    monkeypatch.setattr(Host, "is_local", False)
+    monkeypatch.setattr(Launcher, "_addresses", lambda *_: ["10.0.0.1"])
+
+    def run(hosts: str, scenarios: dict[str, Scenario], *command: str, **more: Any) -> int:
+        def agent_command(host: Host, request: LaunchRequest, connect_s: float) -> list[str]:
+            assert request.folder == "/here"
+            assert connect_s > 0
+            known = {"versions": versions(), "log": str(tmp_path / "log")}
+            name = f"{host.name} again" if connect_s == launcher.AGAIN_S else host.name
+            text = json.dumps(known | scenarios.get(name, {}))
+            return [sys.executable, str(FAKE), host.name, text]
+
+        monkeypatch.setattr(launcher, "agent_command", agent_command)
+        words = command or ("train", "--strategy", "dp4")
+        request = LaunchRequest(hosts=parse_hosts(hosts), command=words, folder="/here", **more)
+        return Launcher(request).run()
+
+    return run
+
+
+def sent(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (tmp_path / "log").read_text().splitlines())
+    return [line for line in lines if line["is"] == kind]
+
+
+def starts(tmp_path: Path) -> list[dict[str, Any]]:
+    return sorted(sent(tmp_path, "start"), key=lambda each: (each["generation"], each["first"]))
+
+
+def ended(*codes: int, first: int = 0) -> list[Scenario]:
+    return [{"is": "ended", "rank": first + at, "code": code} for at, code in enumerate(codes)]
+
+
+def text(rank: int, words: str, stream: int = 1) -> Scenario:
+    return {"is": "text", "rank": rank, "stream": stream, "text": words}
+
+
+REPORT = {"is": "report", "value": {"strategy": "dp4", "run": "/runs/x", "global_rows": 12}}
+
+
+def test_all_ranks_of_all_hosts_are_one_job(
+    launch: Launch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    a = {"generations": [[text(0, "one\ntwo\n"), *ended(0, 0)]]}
+    b = {"generations": [[text(3, "three\n", 2), *ended(0, 0, first=2)]]}
+    assert launch("a:2,b:2", {"a": a, "b": b}, variables=(("X", "1"),)) == 0
+    output = capfd.readouterr()
+    assert output.out == "[0 a] one\n[0 a] two\n"
+    assert output.err == "[3 b] three\n"
+    begun = starts(tmp_path)
+    assert [(each["host"], each["first"], each["num_here"]) for each in begun] == [
+        (0, 0, 2),
+        (1, 2, 2),
+    ]
+    assert {(each["num_ranks"], each["address"], each["port"]) for each in begun} == {
+        (4, "10.0.0.1", 1)
+    }
+    assert all(each["variables"] == {"X": "1"} for each in sent(tmp_path, "settings"))
+
+
+@pytest.mark.parametrize(
+    ("b", "message"),
+    [
+        (
+            {"exit_code": 255, "errors": "ssh: Could not resolve hostname b: Name or service"},
+            "host b: its name is unknown; add it to /etc/hosts",
+        ),
+        (
+            {"exit_code": 255, "errors": "ssh: connect to host b port 22: Connection refused"},
+            "host b: it refuses ssh; start an ssh server there",
+        ),
+        (
+            {"exit_code": 255, "errors": "kim@b: Permission denied (publickey)."},
+            "host b: ssh is not let in; give it your key by: ssh-copy-id kim@b",
+        ),
+        ({"exit_code": 97}, "host b has no folder /here; make it, or share it"),
+        ({"exit_code": 98}, f"host b has no {sys.executable}; install the same environment"),
+        ({"exit_code": 1, "errors": "x: No module named phalanx"}, "install phalanx there by"),
+        ({"versions": versions() | {"torch": "1.0"}}, "host b has torch 1.0, but this machine has"),
+        ({"why_unreached": "timed out"}, "host b does not reach 10.0.0.1, port 1: timed out; open"),
+    ],
+)
+def test_a_host_that_cannot_take_part_is_named_before_any_rank_starts(
+    b: Scenario, message: str, launch: Launch, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        launch("a:2,kim@b:2", {"b": b})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert sent(tmp_path, "start") == []
+
+
+def test_an_error_of_the_program_ends_the_job_with_its_code(launch: Launch, tmp_path: Path) -> None:
+    generations = [[REPORT, *ended(0, 3)]]
+    assert launch("a:2", {"a": {"generations": generations}}, restarts=5) == 3
+    assert len(sent(tmp_path, "start")) == 1
+
+
+def test_without_restarts_a_killed_rank_ends_the_job(
+    launch: Launch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    generations = [[REPORT, *ended(-9, first=1)]]
+    assert launch("a:2", {"a": {"generations": generations}}) == 1
+    assert capfd.readouterr().err == "phalanx: lost: rank 1 on a was ended by signal SIGKILL\n"
+
+
+def test_a_lost_rank_begins_the_next_generation_on_the_same_hosts(
+    launch: Launch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # A rank that has lost its peer ends with 75, which is no error of its own.
+    step = {"is": "step", "rank": 0, "value": 8}
+    generations = [[REPORT, *ended(75), {"is": "later"}, *ended(-9, first=1)], [step, *ended(0, 0)]]
+    b = {"generations": [[], ended(0, 0, first=2)]}
+    assert launch("a:2,b:2", {"a": {"generations": generations}, "b": b}, restarts=1) == 0
+    second = [each for each in starts(tmp_path) if each["generation"] == 1]
+    assert {each["host"] for each in second} == {0, 1}
+    assert {(each["strategy"], each["original"], each["run"]) for each in second} == {
+        ("dp4", "dp4", "/runs/x")
+    }
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[:2] == [
+        "phalanx: lost: rank 1 on a was ended by signal SIGKILL",
+        "phalanx: restart 1 of 1: dp4 on a:2,b:2, from the last state of /runs/x",
+    ]
+    assert lines[2].startswith("phalanx: step 8 is done, ")
+
+
+@pytest.mark.parametrize("how", ["exit", "silence"])
+def test_a_lost_host_is_left_out_if_it_does_not_answer_again(
+    how: str, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "SILENT_S", 1.0)
+    scenarios: dict[str, Scenario] = {
+        "a": {"generations": [[REPORT], ended(0, 0)]},
+        "b": {"generations": [[{"is": how}]]},
+        "b again": {"exit_code": 255, "errors": "ssh: connect to host b: Connection refused"},
+        "c": {"generations": [[], ended(0, first=2)]},
+    }
+    assert launch("a:2,b:1,c:1", scenarios, restarts=1) == 0
+    second = [each for each in starts(tmp_path) if each["generation"] == 1]
+    assert [(each["first"], each["num_here"], each["strategy"]) for each in second] == [
+        (0, 2, "dp3"),
+        (2, 1, "dp3"),
+    ]
+
+
+def test_a_host_whose_ssh_alone_was_lost_takes_part_again(launch: Launch, tmp_path: Path) -> None:
+    scenarios: dict[str, Scenario] = {
+        "a": {"generations": [[REPORT], ended(0, 0)]},
+        "b": {"generations": [[{"is": "later"}, {"is": "exit"}]]},
+        "b again": {"generations": [ended(0, 0, first=2)]},
+    }
+    assert launch("a:2,b:2", scenarios, restarts=1) == 0
+    assert [(each["host"], each["strategy"]) for each in starts(tmp_path)[2:]] == [
+        (0, "dp4"),
+        (1, "dp4"),
+    ]
+
+
+def test_too_few_ranks_end_the_job(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
+    scenarios: dict[str, Scenario] = {
+        "a": {"generations": [[REPORT]]},
+        "b": {"generations": [[{"is": "exit"}]]},
+        "b again": {"exit_code": 255},
+    }
+    assert launch("a:2,b:2", scenarios, restarts=3) == 1
+    assert "because 2 of 4 ranks are left and --min-ranks is 3" in capfd.readouterr().err
+
+
+def test_the_first_signal_goes_to_the_ranks(launch: Launch, tmp_path: Path) -> None:
+    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    assert launch("a:2", {}) == 143
+    assert [each["signum"] for each in sent(tmp_path, "signal")] == [signal.SIGTERM]
+
+
+def test_a_host_joins_at_the_end_of_a_step(
+    launch: Launch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scenarios = {
+        "a": {"generations": [[REPORT], ended(0, 0, 0, 0)]},
+        "b": {"generations": [ended(0, 0, first=4)]},
+    }
+    answers: list[str] = []
+
+    def join() -> None:
+        answers.append(launcher.join(Host("a", 2), None))
+        answers.append(launcher.join(Host("b", 2), None))
+
+    threading.Timer(1.0, join).start()
+    assert launch("a:4", scenarios) == 0
+    assert answers == ["host a takes part in the job already", ""]
+    second = [each for each in starts(tmp_path) if each["generation"] == 1]
+    assert [(each["first"], each["num_here"], each["strategy"]) for each in second] == [
+        (0, 4, "dp6"),
+        (4, 2, "dp6"),
+    ]
+    with pytest.raises(ConfigError, match="none; expected one"):
+        launcher.join(Host("b"), None)
+
+
+def test_the_command_line_says_what_it_would_run_and_what_it_cannot(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/secret")
+    assert main(["launch", "--hosts", "kim@b:2", "--dry-run", "--", "train", "--steps", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "b: ranks 0 to 1 of phalanx train --steps 2, in " in output
+    assert "ssh -T -o BatchMode=yes -o ConnectTimeout=10 kim@b" in output
+    assert "NCCL_DEBUG=WARN" in output
+    assert "/secret" not in output
+    for words, message in (
+        (["--hosts", "a", "--", "serve", "x"], "the command after -- is 'serve x'; expected train"),
+        (["--", "train"], "expected either --hosts a:2,b:2 or --hostfile FILE"),
+        (["--hosts", "a", "--env", "NO_SUCH", "--", "train"], "write NO_SUCH=VALUE"),
+        (["--hosts", "b:1", "--ssh", "no-ssh", "--", "train"], "command no-ssh cannot be run"),
+    ):
+        assert main(["launch", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+SCRIPT = """
+import os, sys, time
+import torch
+import phalanx
+run = phalanx.init("dp2")
+print(f"rank {os.environ['RANK']} of generation {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.environ["RANK"] == "1" and os.kill(os.getpid(), 9)
+run.comm.all_reduce(torch.ones(1), "job")
+sys.stdout.write("no end of line")
+"""
+
+
+def test_a_killed_rank_of_this_host_is_started_again(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "phalanx", "launch", "--hosts", "localhost:2"]
+    job = subprocess.run(
+        [*command, "--restarts", "1", "--", "run", "script.py", "--device", "cpu"],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path,
+        env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert job.returncode == 0, job.stderr
+    assert "lost: rank 1 on localhost was ended by signal SIGKILL" in job.stderr
+    lines = [line for line in job.stdout.splitlines() if "generation 0" not in line]
+    assert sorted(lines) == [
+        "[0] no end of line",
+        "[0] rank 0 of generation 1",
+        "[1] no end of line",
+        "[1] rank 1 of generation 1",
+    ]
