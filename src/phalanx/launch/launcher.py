@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from phalanx.errors import ConfigError, Interrupted, printable
+from phalanx.launch import link
 from phalanx.launch.agent import TICK_S, Channel, Message, versions
 from phalanx.launch.failure import LOST_PEER, report
 from phalanx.launch.hosts import Host, LaunchRequest, parse_host
@@ -319,6 +320,11 @@ class Launcher:
             raise Interrupted(self._signals[0])
         own = versions()
         whys = [remote.why_not(own, self._request.folder) for remote in self._remotes]
+        for remote in self._remotes:
+            name = next(link.way(remote.host.name))
+            # ssh would reach this machine in place of the host: 127.0.1.1 in /etc/hosts.
+            if name.cure and name.values["address"] and not remote.host.is_local:
+                whys.append(str(name))
         if any(whys):
             raise ConfigError("\n".join(filter(None, whys)))
         open_ended = [remote for remote in self._remotes if not remote.host.num_ranks]

@@ -97,6 +97,7 @@ def way(peer: str, port: int | None = None, *, pings: bool = True) -> Generator[
             cure=f"in /etc/hosts of {host}, {line} 'ADDRESS {peer}' with the address that `ip "
             f"-brief address` shows on {peer}, or use the address in place of the name",
             is_end=True,
+            values={"address": address},
         )
         return
     yield Finding(check="name", text=f"{peer} is {address}", values={"address": address})
@@ -333,7 +334,8 @@ def passing(peer: str, address: str, port: int) -> Generator[Finding]:
     sent_s = time.time()
     with asking(address, port, "time") as connection:
         offset_s = _number(connection) - (sent_s + time.time()) / 2
-    ahead = f"{abs(offset_s):,.3g} s {'ahead of' if offset_s > 0 else 'behind'}"
+    size = f"{abs(offset_s):,.0f}" if abs(offset_s) > CLOCK_S else f"{abs(offset_s):.3g}"
+    ahead = f"{size} s {'ahead of' if offset_s > 0 else 'behind'}"
     yield Finding(
         check="clock",
         text=f"the clock of {peer} is {ahead} the clock of {host}",
