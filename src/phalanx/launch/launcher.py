@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from phalanx.errors import ConfigError, Interrupted, printable
+from phalanx.launch import link
 from phalanx.launch.agent import TICK_S, Channel, Message, versions
 from phalanx.launch.failure import LOST_PEER, report
 from phalanx.launch.hosts import Host, LaunchRequest, parse_host
@@ -352,6 +353,11 @@ class Launcher:
         if is_first and self._signals:
             raise Interrupted(self._signals[0])
         whys = {remote: why for remote in new if (why := remote.why_not())}
+        for remote in new:
+            name = next(link.way(remote.host.name))
+            # ssh would reach this machine in place of the host: 127.0.1.1 in /etc/hosts.
+            if name.cure and name.values["address"] and not remote.host.is_local:
+                whys.setdefault(remote, str(name))
         if is_first and whys:
             raise ConfigError("\n".join(whys.values()))
         for remote, why in whys.items():
