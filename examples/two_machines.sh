@@ -126,7 +126,7 @@ EOF
     HAS_SSH=yes
 fi
 
-export XDG_CACHE_HOME="$FOLDER/cache" # not root's
+export XDG_CACHE_HOME="$FOLDER/cache" XDG_RUNTIME_DIR="$FOLDER" # not root's
 if [ $# -gt 0 ]; then
     on node1 "$@"
     exit
@@ -148,11 +148,13 @@ else
 fi
 if [ $HAS_SSH = yes ]; then
     show node1 ssh node2 hostname
+    show node1 phalanx doctor --hosts node1:1,node2:1 --out /srv/phalanx --write /srv/phalanx/pair.json
+    show node1 phalanx launch --hosts node1:1,node2:1 -- $TRAIN --out /srv/phalanx/first
 else
     printf '\nno ssh, doctor and launch: sshd is not installed\n'
 fi
-first="-m phalanx $TRAIN --out /srv/phalanx/torchrun"
-printf '\nnode2$ %s &\n' "$TORCHRUN --node-rank 1 $first"
-on node2 $TORCHRUN --node-rank 1 $first > "$FOLDER/node2.log" 2>&1 &
-show node1 $TORCHRUN --node-rank 0 $first
+second="-m phalanx $TRAIN --out /srv/phalanx/second"
+printf '\nnode2$ %s &\n' "$TORCHRUN --node-rank 1 $second"
+on node2 $TORCHRUN --node-rank 1 $second > "$FOLDER/node2.log" 2>&1 &
+show node1 $TORCHRUN --node-rank 0 $second
 wait $!

@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-import os
+import platform
+import re
 import shutil
-from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import runs
 import torch
 import torch.distributed as dist
 
+from launched_ranks import start_on
+from marks import by_hand
 from phalanx.checkpoint import files, in_memory, manifest, state
-from phalanx.checkpoint.in_memory import MemorySaver
-from phalanx.comm.join import job_store
-from phalanx.launch.launched import VARIABLE, Launched
+from phalanx.checkpoint.in_memory import MemoryPace, MemorySaver
+from phalanx.config import BatchConfig, TrainConfig
+from phalanx.errors import CheckpointError, ConfigError, PeerLost
 from phalanx.launch.local import run_ranks
-
-
-def start_on(hosts: Sequence[tuple[Path, int]], generation: int = 0) -> Path:
-    """Be a rank that agents have started on hosts, each with its folder and its number of ranks."""
-    rank, first = dist.get_rank(), 0
-    for folder, num_here in hosts:
-        if rank < first + num_here:
-            break
-        first += num_here
-    store: Any = job_store()
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    os.environ |= {
-        VARIABLE: Launched(folder=str(folder), generation=generation).text(),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(dist.get_world_size()),
-        "LOCAL_RANK": str(rank - first),
-        "LOCAL_WORLD_SIZE": str(num_here),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    return folder
+from phalanx.train.callback import Callback, Callbacks
+from phalanx.train.job.resolve import resolve
+from phalanx.train.job.resume import continued
+from phalanx.train.loop import train
+from phalanx.train.run import train_rank
+from phalanx.train.text import TextSession
+from small_run import losses, small_run
 
 
 def save(hosts: list[tuple[Path, int]], run: Path, steps: list[int]) -> Any:
@@ -71,6 +61,145 @@ def resume(hosts: list[tuple[Path, int]], run: Path) -> Any:
     return max(states), runs.whole_state(model, optimizer)
 
 
+def save_and_fail(hosts: list[tuple[Path, int]], run: Path, where: str) -> None:
+    """Save after step 1, and be lost while the state after step 2 is saved."""
+    start_on(hosts)
+    model, optimizer = runs.build()
+
+    def lose(*_: Any) -> Any:
+        if where == "before a host has named it" or dist.get_rank() == 1:
+            raise PeerLost("gone")
+        return publish_folder(*_)
+
+    publish_folder = in_memory.publish_folder
+    with MemorySaver(run) as saver:
+        runs.step(model, optimizer)
+        saver.begin(model, optimizer, runs.about(1))
+        saver.finish()
+        in_memory.publish_folder = lose
+        runs.step(model, optimizer)
+        saver.begin(model, optimizer, runs.about(2))
+        with suppress(PeerLost):
+            saver.finish()
+
+
+@pytest.mark.parametrize("where", ["before a host has named it", "before all have"])
+def test_a_loss_within_a_save_leaves_the_former_state_or_the_new(
+    tmp_path: Path, where: str
+) -> None:
+    hosts = [(tmp_path / name, 1) for name in "ab"]
+    run_ranks(save_and_fail, 2, hosts, tmp_path / "run", where, threads=1)
+    assert list(tmp_path.rglob("*.partial"))
+    steps = 1 if where == "before a host has named it" else 2
+    assert [n for n, _ in run_ranks(resume, 2, hosts, tmp_path / "run", threads=1)] == [steps] * 2
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+class Fail(Callback):
+    """Fails after a step."""
+
+    def __init__(self, last: int) -> None:
+        self.last = last
+
+    def step(self, steps_done: int, result: Any) -> None:
+        if steps_done == self.last:
+            raise PeerLost("gone")
+
+
+def train_text(
+    hosts: list[tuple[Path, int]], config: TrainConfig, last: int, launched: dict[str, Any]
+) -> None:
+    """Train as a rank of a launched job until a step, when a rank is lost."""
+    start_on(hosts, **launched)
+    in_memory.recover.__wrapped__()
+    with suppress(PeerLost):
+        train(TextSession(resolve(continued(config)), Callbacks({"fail": Fail(last)})))
+
+
+@pytest.mark.parametrize("again", ["dp2", by_hand("fsdp3")])
+def test_a_restart_continues_with_the_same_losses(tmp_path: Path, again: str) -> None:
+    """To the bit on the same strategy; on another host in place of the first, without the disk."""
+    config = small_run(
+        tmp_path,
+        150,
+        strategy="dp2",
+        steps=8,
+        save_every_minutes=0,
+        batch=BatchConfig(global_size=12),
+    )
+    run_ranks(train_rank, 2, resolve(replace(config, out=str(tmp_path / "whole"))), threads=1)
+    expected = losses(tmp_path / "whole")
+    hosts = [(tmp_path / name, 1) for name in "abc"]
+    run_ranks(train_text, 2, hosts[:2], replace(config, memory_every=2), 5, {}, threads=1)
+    run = Path(str(config.out))
+    assert not manifest.complete_checkpoints(run)
+    launched = {"generation": 1, "strategy": again, "first": "dp2", "run": str(run)}
+    config = replace(config, memory_every=2)
+    places = hosts[1:] if again == "dp2" else hosts
+    run_ranks(train_text, len(places), places, config, 0, launched, threads=1)
+    after = losses(run)[5:]
+    assert len(after) >= 3
+    if again == "dp2":
+        assert after == expected[-len(after) :]
+    assert after == pytest.approx(expected[-len(after) :], rel=1e-10)
+    assert 8 - len(after) >= 5 - 2
+
+
+def paced(every: int | None, num_steps: int, save_s: float) -> list[tuple[int, int]]:
+    """Take steps of a second; return the steps at which saves began, and most steps to lose."""
+    saver = SimpleNamespace(poll=lambda: None, finish=lambda: None)
+    now_s, begun, said = 0.0, list[int](), list[str]()
+    in_memory.time = SimpleNamespace(monotonic=lambda: now_s)
+    pace = MemoryPace(saver, every, 0, said.append)
+
+    def begin() -> None:
+        nonlocal now_s
+        begun.append(step)
+        now_s += save_s if len(begun) == 1 else 0.0
+
+    for step in range(1, num_steps + 1):
+        now_s += 1.0
+        pace.after_step(step, begin)
+    return begun, said
+
+
+def test_saves_begin_every_half_of_the_most_steps_to_lose() -> None:
+    assert run_ranks(paced, 1, 1, 3, 0.0)[0] == ([1, 2, 3], [])
+    assert run_ranks(paced, 1, 5, 10, 0.0)[0] == ([3, 6, 9], [])
+    begun, said = run_ranks(paced, 1, None, 20, 0.3)[0]
+    assert begun == [1, 9, 17]  # 0.3 s are 4 % of the time of 7.5 steps
+    assert said == ["saves the state in memory; a restart loses at most 16 steps"]
+
+
+def words_of_room(hosts: list[tuple[Path, int]], run: Path, free: int) -> str:
+    start_on(hosts)
+    in_memory.free_memory_bytes = lambda: free
+    said: list[str] = []
+    model, optimizer = runs.build()
+    assert in_memory.pace_of(run, None, model, optimizer, 0, said.append) is None
+    with pytest.raises(CheckpointError) as raised:
+        in_memory.pace_of(run, 4, model, optimizer, 0, said.append)
+    assert said == [f"{raised.value}; restarts resume from the disk"]
+    return str(raised.value)
+
+
+def test_too_little_memory_is_refused_with_the_calculation(tmp_path: Path) -> None:
+    hosts = [(tmp_path / name, 1) for name in "ab"]
+    words = run_ranks(words_of_room, 2, hosts, tmp_path / "run", 5000, threads=1)
+    assert words[0] == words[1]
+    assert re.sub(r"[\d.,]+ (KiB|bytes)", "N", words[0]) == (
+        f"cannot keep the state in memory: host {platform.node()} needs N: N for the whole state, "
+        "which a restart reads, and for the next save N of its 1 ranks, as much to write from, and "
+        "N of another host; N are free; set memory_every to 0, so that restarts resume from the "
+        "disk, or start fewer ranks on this host"
+    )
+
+
+def test_without_an_agent_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"memory_every is 3, but .* start the job by phalanx l"):
+        resolve(small_run(tmp_path, memory_every=3))
+
+
 def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("step-*/*"))
 
@@ -85,13 +214,8 @@ def test_a_run_survives_the_loss_of_a_host_but_not_of_two_neighbours(tmp_path: P
     for folder, ranks in zip(folders, held, strict=True):
         assert names_in(folder) == about + [f"rank-{rank:05d}.safetensors" for rank in ranks]
     for sent, planned, _ in saved:
-        assert sent == (2 * planned.sent_bytes, 2 * planned.received_bytes)
+        assert sent == (2 * planned.sent, 2 * planned.received)
     whole = saved[0][2]
-    for number in range(3):
-        # The middle of a save: nothing names it, so that the one before is resumed.
-        (folders[number - 1] / manifest.IN_MEMORY / "run/checkpoints/step-00000009.partial").mkdir(
-            parents=True
-        )
     for lost in ([0], [1, 2]):
         left = tmp_path / f"without {lost}"
         places = [(left / each.name, 1) for each in folders]

@@ -186,7 +186,11 @@ def test_a_job_on_two_hosts_computes_what_one_process_does(is_killed: bool, tmp_
             time.sleep(0.05)
             assert hosts.made["worker0"].poll() is None, hosts.text("worker0")
         roles, servers = list(hosts.made)[:5], {"server0", "server1"}
-        found = connected_by_tcp({name: each.pid for name, each in hosts.made.items()})
+        pids = {name: each.pid for name, each in hosts.made.items()}
+        for number in range(2):
+            log = (tmp_path / f"run{number}" / "logs" / f"rank-{number}.log").read_text()
+            pids[f"worker{number}"] = int(re.findall(r"rank \d, process (\d+)", log)[-1])
+        found = connected_by_tcp(pids)
         due = {f"worker{n}": {"coordinator", *servers, f"scheduler{n}"} for n in range(2)}
         due |= {name: {"coordinator"} for name in ("scheduler0", "scheduler1")}
         due |= {name: {"coordinator", *servers} - {name} for name in servers}

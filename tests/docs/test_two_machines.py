@@ -15,8 +15,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from blocks import BLOCKS as ALL
 from blocks import ROOT, Block, blocks_of
 from test_run_blocks import TINY
+
+from phalanx.cli.main import main
 
 PAGE = ROOT / "docs/two_machines.md"
 SCRIPT = ROOT / "examples/two_machines.sh"
@@ -105,6 +108,26 @@ def test_the_table_of_a_gigabit_follows_from_its_formulas() -> None:
         assert of_page == pytest.approx(expected, rel=0.006)
 
 
+LAUNCHES = [
+    pytest.param(command, id=f"{block.where}: {command}")
+    for block in ALL
+    if block.language == "sh"
+    for command in block.commands()
+    if command.startswith("phalanx launch ") and "--join" not in command
+]
+
+
+@pytest.mark.parametrize("command", LAUNCHES)
+def test_the_launches_of_the_documents_are_legal(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch, train = (shlex.split(each) for each in command.split(" -- "))
+    assert main([*launch[1:], "--dry-run", "--", *train]) == 0
+    assert "ranks 0 to" in capsys.readouterr().out or "--print" in launch
+    if "--config" not in train:
+        assert main([*train, "--show-config"]) == 0
+
+
 def run_script(tmp_path: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
     """Run the script with a command for node1, or without; skip where it may make no hosts."""
     done = subprocess.run(
@@ -173,20 +196,31 @@ def test_ctrl_c_removes_the_hosts(tmp_path: Path) -> None:
     assert not [*processes_in(namespace)]
 
 
-@pytest.mark.slow  # torchrun starts on both hosts
-def test_the_first_run_of_the_page_trains_on_both_hosts(tmp_path: Path) -> None:
+@pytest.mark.slow  # doctor, launch and torchrun start on both hosts
+def test_the_script_checks_the_way_and_trains_with_the_commands_of_the_page(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/squares.txt").write_text("".join(f"{n}**2 = {n * n}\n" for n in range(2000)))
     words = "train --strategy dp2 --steps 3 --data notes --threads 1 --eval-samples 8"
     done = run_script(tmp_path, TRAIN=f"{words}{TINY}")
     assert done.returncode == 0, done.stdout + done.stderr
+    shown = re.findall(r"^(node\d)\$ (?:(phalanx \w+|torchrun)(.*))$", done.stdout, re.MULTILINE)
+    programs = [(host, program) for host, program, _ in shown]
+    has_ssh = ("node1", "phalanx launch") in programs
+    assert has_ssh or "sshd is not installed" in done.stdout
+    if has_ssh:
+        doctor, launch, *_ = (f"{program}{words}" for _, program, words in shown)
+        assert doctor.split() in commands("phalanx")
+        assert "-- train" in launch
+        of_page = next(words for words in commands("phalanx") if words[1] == "launch")
+        assert launch.split()[: of_page.index("train")] == of_page[: of_page.index("train")]
+        assert "[0 node1] checkpoint  /srv/phalanx/first/checkpoints/step-00000003" in done.stdout
+    assert programs[-2:] == [("node2", "torchrun"), ("node1", "torchrun")]
     [of_page] = commands("torchrun")
-    shown = re.findall(r"^node(\d)\$ (torchrun .*)$", done.stdout, re.MULTILINE)
-    assert [node for node, _ in shown] == ["2", "1"]
-    for node, line in shown:  # the page's command, but for what is trained
-        words = shlex.split(line)[: of_page.index("train")]
+    until = of_page.index("train")
+    for host, _, text in shown[-2:]:
+        words = shlex.split(text)
         rank = words.index("--node-rank") + 1
-        assert words[rank] == str(int(node) - 1)
-        words[rank - 1 : rank + 1] = []
-        assert set(words) | {"--node-rank", "0"} == {*of_page[: of_page.index("train")]}
-    assert "checkpoint  /srv/phalanx/torchrun/checkpoints/step-00000003" in done.stdout
+        assert words[rank] == str(int(host[-1]) - 1)
+        words[rank] = "0"
+        assert {*words[: words.index("train")]} == {*of_page[1:until]}
+    assert "\ncheckpoint  /srv/phalanx/second/checkpoints/step-00000003" in done.stdout

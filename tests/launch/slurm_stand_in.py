@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 KNOWN = (
@@ -76,17 +77,24 @@ def sbatch(script: str, folder: Path, is_near_end: Callable[[], bool]) -> list[i
         }
         mode = "a" if options.get("open-mode") == "append" else "w"
         with output.open(mode) as out:
-            job = subprocess.Popen(["bash", path], env=environment, stdout=out, stderr=out)
-            while job.poll() is None:
-                if not codes and is_near_end():
-                    name, _, _ = options["signal"].rpartition("@")
-                    receivers = [job.pid]
-                    if not name.startswith("B:"):  # the tasks, and not the script
-                        receivers = [int(pid) for pid in (folder / "pids").read_text().split()]
-                    for pid in receivers:
-                        os.kill(pid, getattr(signal, f"SIG{name.removeprefix('B:')}"))
-                    job.wait()
+            job = subprocess.Popen(
+                ["bash", path], env=environment, stdout=out, stderr=out, start_new_session=True
+            )
+        try:
+            while not codes and job.poll() is None and not is_near_end():
                 time.sleep(0.01)
+            if not codes and job.poll() is None:
+                name, _, _ = options["signal"].rpartition("@")
+                receivers = [job.pid]
+                if not name.startswith("B:"):  # the tasks, and not the script
+                    receivers = [int(pid) for pid in (folder / "pids").read_text().split()]
+                for pid in receivers:
+                    os.kill(pid, getattr(signal, f"SIG{name.removeprefix('B:')}"))
+            job.wait(280)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
         codes.append(job.returncode)
         assert not queued.exists() or "requeue" in options
     return codes

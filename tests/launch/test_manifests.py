@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -14,6 +15,7 @@ import pytest
 import yaml
 
 from launch.slurm_stand_in import options_of, programs, sbatch
+from phalanx.cli.main import main
 from phalanx.config.file import to_toml
 from phalanx.errors import ConfigError
 from phalanx.launch.hosts import Host, LaunchRequest, parse_hosts
@@ -224,7 +226,6 @@ def test_the_image_has_the_versions_of_this_process() -> None:
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("jobsets", {}, r"--print is jobsets \(did you mean 'jobset'\?\); expected one of torch"),
         ("slurm", {"hosts": parse_hosts("a:2,b")}, "host b has no number of ranks.* as b:2$"),
         (
             "jobset",
@@ -242,6 +243,20 @@ def test_what_a_text_cannot_say_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         text(kind, replace(REQUEST, **changes))
+
+
+def test_the_command_line_prints_what_it_is_told_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    words = "launch --hosts a:1,b:1 --env NCCL_DEBUG=INFO --print env -- train --out runs".split()
+    assert main(words) == 0
+    request = LaunchRequest(
+        hosts=parse_hosts("a:1,b:1"),
+        **{"command": ("train", "--out", "runs"), "folder": os.getcwd()},
+        variables=(("NCCL_DEBUG", "INFO"),),
+    )
+    assert capsys.readouterr().out == text("env", request)
 
 
 @pytest.mark.parametrize(
@@ -293,11 +308,18 @@ def job(tmp_path: Path) -> Generator[Callable[..., LaunchRequest]]:
 
 def run_shells(parts: list[str], folder: Path) -> None:
     """Run each text in a shell of its own, at once."""
-    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     shells = [
-        subprocess.Popen(["bash", "-c", part], env={**os.environ, "PATH": path}) for part in parts
+        subprocess.Popen(["bash", "-c", part], env=environment, start_new_session=True)
+        for part in parts
     ]
-    assert [shell.wait(280) for shell in shells] == [0] * len(parts)
+    try:
+        assert [shell.wait(280) for shell in shells] == [0] * len(parts)
+    finally:
+        for shell in shells:
+            if shell.poll() is None:
+                os.killpg(shell.pid, signal.SIGKILL)
+                shell.wait()
 
 
 @pytest.mark.slow
@@ -314,6 +336,39 @@ def test_torchrun_and_env_start_the_job(job: Callable[..., LaunchRequest], tmp_p
     assert losses(tmp_path / "env") == losses(tmp_path / "again") == expected
 
 
+def pods_of(kind: str, request: LaunchRequest) -> list[str]:
+    """Return for each pod of a manifest the command that its container runs, on this host."""
+    spec = yaml.safe_load(text(kind, request))["spec"]
+    if kind == "jobset":
+        job = spec["replicatedJobs"][0]["template"]["spec"]
+        pods = [job["template"]["spec"]] * job["completions"]
+    else:
+        replicas = [spec["pytorchReplicaSpecs"][name] for name in ("Master", "Worker")]
+        pods = [each["template"]["spec"] for each in replicas for _ in range(each["replicas"])]
+    texts: list[str] = []
+    for index, pod in enumerate(pods):
+        container = pod["containers"][0]
+        variables = {each["name"]: each["value"] for each in container["env"]}
+        if kind == "pytorchjob":  # what the operator sets
+            variables |= {"PET_NNODES": str(len(pods)), "PET_NPROC_PER_NODE": spec["nprocPerNode"]}
+            variables |= {"PET_NODE_RANK": str(index), "PET_MASTER_ADDR": "localhost"}
+            variables |= {"PET_MASTER_PORT": str(request.port), "WORLD_SIZE": "2", "RANK": "7"}
+        line = shlex.join(container["command"]).replace("phalanx-hosts-0-0.phalanx", "localhost")
+        line = line.replace("'$(JOB_COMPLETION_INDEX)'", str(index))
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+        texts.append("\n".join([f"cd {container['workingDir']}", *exports, line]))
+    return texts
+
+
+@pytest.mark.slow
+def test_pods_start_the_job(job: Callable[..., LaunchRequest], tmp_path: Path) -> None:
+    hosts = (Host("a", 1), Host("b", 1))
+    for kind in ("pytorchjob", "jobset"):
+        run_shells(pods_of(kind, job(hosts, "fsdp2", kind, "--steps", "4")), tmp_path)
+    assert losses(tmp_path / "jobset") == losses(tmp_path / "pytorchjob")
+    assert len(losses(tmp_path / "jobset")) == 4
+
+
 @pytest.mark.slow
 def test_a_job_of_slurm_continues_after_its_time(
     job: Callable[..., LaunchRequest], tmp_path: Path
@@ -321,13 +376,13 @@ def test_a_job_of_slurm_continues_after_its_time(
     hosts, run = (Host("localhost", 2),), tmp_path / "slurm"
 
     def has_trained() -> bool:
-        return (run / "metrics.jsonl").exists() and len(losses(run)) >= 5
+        return (run / "metrics.jsonl").exists() and len(losses(run)) >= 2
 
-    script = text("slurm", job(hosts, "fsdp2", "slurm", "--steps", "300"))
+    script = text("slurm", job(hosts, "fsdp2", "slurm", "--steps", "40"))
     assert sbatch(script, tmp_path, has_trained) == [143, 0], (
         tmp_path / "phalanx-77.out"
     ).read_text()
-    whole = text("env", job(hosts, "fsdp2", "whole", "--steps", "300"))
+    whole = text("env", job(hosts, "fsdp2", "whole", "--steps", "40"))
     run_shells(whole.split("\n\n"), tmp_path)
-    assert len(losses(run)) == 300
+    assert len(losses(run)) == 40
     assert losses(run) == losses(tmp_path / "whole")

@@ -1,14 +1,14 @@
 """The variables of Slurm and of MPI's launchers stand for torchrun's."""
 
 import os
-import re
 import socket
-import subprocess
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from phalanx.errors import ConfigError
+from phalanx.launch import torchrun
 from phalanx.launch.schedulers import adopt, first_node, tasks_of_nodes
 
 SRUN = {
@@ -160,6 +160,23 @@ def test_an_unknown_or_wrong_host_of_rank_0_is_refused() -> None:
     assert own["MASTER_ADDR"] == "localhost"
 
 
+def test_one_rank_of_a_host_reports_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(torchrun, "leave", leave)
+    monkeypatch.setattr(torchrun, "ignore", lambda: None)
+    monkeypatch.setattr(torchrun, "QUIET_S", 0.0)
+    for rank, code in ((4, 2), (5, 1)):
+        variables = of_mpi("Open MPI", (str(rank), "8", str(rank - 4), "4"))
+        with patch.dict(os.environ, variables), pytest.raises(SystemExit) as end:
+            torchrun.run_verb(lambda: None, lambda _: 0)
+        assert end.value.code == code
+    assert capsys.readouterr().err.count("names the host of rank 0") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "first"),
     [
@@ -172,27 +189,3 @@ def test_an_unknown_or_wrong_host_of_rank_0_is_refused() -> None:
 def test_the_first_node(text: str, first: str) -> None:
     assert first_node(text) == first
     assert tasks_of_nodes("2(x3),1") == [2, 2, 2, 1]
-
-
-TRAIN = Path(__file__).parents[2] / "docs" / "quick_start.md"
-
-
-@pytest.mark.parametrize("code", [143, 1, 0])
-def test_the_script_of_the_page_queues_again_what_its_time_has_ended(
-    code: int, tmp_path: Path
-) -> None:
-    (script,) = re.findall(
-        r"```sh [^\n]*\n(#!/bin/bash\n#SBATCH.*?)```", TRAIN.read_text(), re.DOTALL
-    )
-    for name, end in (("srun", f"exit {code}"), ("scontrol", "")):
-        program = tmp_path / name
-        program.write_text(f'#!/bin/sh\necho {name} "$@"\n{end}\n')
-        program.chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    environment = {"PATH": path, "SCRATCH": str(tmp_path), "SLURM_JOB_ID": "77"}
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
-    run = f"{tmp_path}/runs/llama"
-    queued = ["scontrol requeue 77"] if code == 143 else []
-    command = f"srun phalanx train --config run.toml --out {run} --resume auto"
-    assert done.stdout.splitlines() == [command, *queued]
-    assert done.returncode == code

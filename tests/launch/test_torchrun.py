@@ -254,6 +254,12 @@ def test_ranks_that_would_prepare_end_if_another_has_no_gpu(
         agreement.agree(RankEnv(0, 2, 0, 1), store, lambda: 0, lambda _: {})
 
 
+def test_a_rank_that_meets_the_end_of_the_store_has_lost_a_peer() -> None:
+    with pytest.raises(PeerFailed, match="the rank that hosts the store has ended"):
+        with agreement.failing_together(RankEnv(1, 2, 0, 1), dist.HashStore()):
+            raise dist.DistNetworkError("Connection reset by peer")
+
+
 STOPPING = """
 import sys, time
 from phalanx.launch import torchrun
@@ -325,6 +331,47 @@ def test_two_versions_are_no_one_job(monkeypatch: pytest.MonkeyPatch) -> None:
             second.result()
 
 
+def test_ranks_dealt_out_over_hosts_one_by_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, places = dist.HashStore(), {0: ("a", 0), 1: ("b", 0), 2: ("a", 1), 3: ("b", 1)}
+    hosts: dict[int | None, str] = {}
+    monkeypatch.setattr(agreement.socket, "gethostname", lambda: hosts[threading.get_ident()])
+
+    def agreed(rank: int) -> object:
+        host, local_rank = places[rank]
+        hosts[threading.get_ident()] = host
+        try:
+            return agreement.agree(
+                RankEnv(rank, 4, local_rank, 2), store, lambda: rank, lambda _: {}
+            )
+        except (ConfigError, PeerFailed) as error:
+            return error
+
+    with ThreadPoolExecutor(4) as ranks:
+        ends = list(ranks.map(agreed, places))
+    assert [type(end) for end in ends] == [PeerFailed, PeerFailed, ConfigError, ConfigError]
+    assert "LOCAL_RANK 1 of a is rank 2, but rank 1 is on b: the ranks of a host" in str(ends[2])
+
+
+def test_ranks_that_a_launcher_binds_to_cores_use_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, mine = dist.HashStore(), threading.local()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: mine.cores)
+
+    def cores_of(rank: int, cores: set[int], before: int) -> int:
+        mine.cores = cores
+        prefixed = dist.PrefixStore(str(before), store)
+        return agreement.own_cores(RankEnv(rank, 4, rank, 4), prefixed)
+
+    for number, (masks, expected) in enumerate(
+        [
+            ([set(range(16))] * 4, [4, 4, 4, 4]),  # torchrun
+            ([{0, 1, 2}, {3, 4, 5}, {6, 7, 8}, {9}], [3, 3, 3, 1]),  # srun --cpus-per-task
+            ([{0, 1}, {0, 1}, {2, 3}, {2, 3}], [1, 1, 1, 1]),  # mpirun --bind-to socket
+        ]
+    ):
+        with ThreadPoolExecutor(4) as ranks:
+            assert list(ranks.map(cores_of, range(4), masks, [number] * 4)) == expected
+
+
 class Left(BaseException):
     """In place of the end of this process."""
 
@@ -359,7 +406,7 @@ def test_a_pipe_that_broke_elsewhere_silences_no_error(
 def test_a_host_that_does_not_recognise_itself_serves_the_endpoint_where_it_is_told(
     store_address: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The advice of docs/quick_start.md on a line `127.0.1.1 NAME`: `--rdzv-conf is_host=1`."""
+    """With a line `127.0.1.1 NAME` in /etc/hosts this takes `--rdzv-conf is_host=1`."""
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
     from torch.distributed.elastic.rendezvous.api import RendezvousParameters
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import loops
 from loops import Case
 
+from launched_ranks import start_on
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.in_memory import recover
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.saver import Saver
 from phalanx.errors import CheckpointError
@@ -94,3 +97,24 @@ def test_a_loop_resumes_from_its_last_whole_checkpoint(tmp_path: Path) -> None:
         assert run_ranks(resume_and_save, 2, tmp_path / named, threads=1) == [1, 1]
         assert list(manifest.complete_checkpoints(tmp_path)) == [1, 2]
         shutil.rmtree(tmp_path / "checkpoints" / "step-00000002.damaged")
+
+
+def loop_of(hosts: list[tuple[Path, int]], folder: Path, num_steps: int, generation: int) -> Any:
+    """Take steps of a loop of one's own; return the steps done when it began, and the losses."""
+    start_on(hosts, generation=generation)
+    recover.cache_clear()
+    loop = loops.Distributed(Case(schedules=True), "dp2")
+    loop.run._prepared.job = loop.run._prepared.job._replace(memory_every=1)
+    loop.run.resume(folder)
+    begun = loop.run.steps_done
+    loop.train(num_steps)
+    return begun, loop.losses
+
+
+def test_a_loop_of_ones_own_resumes_between_two_batches(tmp_path: Path) -> None:
+    hosts = [(tmp_path / name, 1) for name in "ab"]
+    _, expected = run_ranks(loop_of, 2, hosts, tmp_path / "0", 10, 0, threads=1)[0]
+    run_ranks(loop_of, 2, hosts, tmp_path / "1", 4, 0, threads=1)
+    begun, after = run_ranks(loop_of, 2, hosts, tmp_path / "1", 7, 1, threads=1)[0]
+    assert begun == 3
+    assert after == expected[3:]

@@ -200,6 +200,15 @@ def test_coordinator_and_scheduler_may_go_and_come_back() -> None:
             assert scheduler.tasks.done.below[worker] == 7
 
 
+def test_asynchronous_groups_push_each_of_their_tasks_once() -> None:
+    with local_roles(2, 2) as made:
+        end(run(made, Consistency("async", 3), 4, {}))
+        schedulers = [made.roles[f"scheduler{group}"] for group in range(2)]
+        workers = [each.tasks.workers for each in schedulers if isinstance(each, TaskScheduler)
+                   and each.tasks is not None]  # fmt: skip
+        assert workers == [{0, 1}, {2}]
+
+
 @pytest.mark.parametrize(
     ("fact", "why"),
     [

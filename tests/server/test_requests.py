@@ -16,7 +16,7 @@ from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.message import WireMessage
 from phalanx.server.processes import local_roles
-from phalanx.server.requests import JobAddress, JobStopped
+from phalanx.server.requests import JobAddress, JobEnded, JobStopped
 from phalanx.server.secret import Secret
 from workers_in_threads import fast_clocks
 
@@ -130,6 +130,24 @@ def test_a_worker_of_a_job_that_has_ended_says_so(monkeypatch: pytest.MonkeyPatc
         first.end()
         with pytest.raises(TrainingError, match="has ended; a new job needs"):
             Client(first.requests._meeting, 0, Consistency("ps", 1), (0, 5))
+
+
+def test_a_worker_whose_scheduler_is_lost_ends_with_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(coordinator, "BEAT_S", 1e9)  # it stays
+    with local_roles(1, 2) as made:
+        own = (Consistency("ps", 2), (0, 5))
+        first, second = (Client(made.meeting, each, *own) for each in range(2))
+        assert [each.requests.group for each in (first, second)] == [0, 1]
+        made.stop("scheduler1")
+        ending = threading.Timer(0.1, first.end)
+        ending.start()
+        with pytest.raises(JobEnded, match="has ended"):
+            second.ask_scheduler("claim", clock=0)
+        ending.join()
+        for each in (first, second):
+            each.close()
 
 
 def test_a_worker_of_another_version_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

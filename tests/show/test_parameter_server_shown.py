@@ -9,7 +9,7 @@ import pytest
 from phalanx.config.command_line import read_command_line
 from phalanx.report.tabular import Table
 from phalanx.show.parameter_server import ShowServer, served_links, show_parameter_server, trace
-from phalanx.show.shown import JobRoles
+from phalanx.show.shown import ServedJob
 from workers_in_threads import allowed_connections
 
 
@@ -40,7 +40,7 @@ def test_the_masters_link_carries_all_and_a_ring_spreads_it() -> None:
     assert any(step > version for row in stale for step, version in row)
     slow = computed_with(traces["async"])[2]
     assert slow[1][1] > slow[1][0]  # the others have gone ahead
-    (roles,) = [part for part in shown.parts if isinstance(part, JobRoles)]
+    (roles,) = [part for part in shown.parts if isinstance(part, ServedJob)]
     connected = {process: set(peers) for process, peers in roles.connected.items()}
     assert connected == allowed_connections([0, 0, 1, 1])
     assert roles.groups == [

@@ -75,6 +75,7 @@ class BenchResult:
         draw: function that draws the result into a file; None if there is no picture.
         files: suffix of each further result file -> function that writes the file.
         is_shown: whether this process prints and writes the result; under torchrun, only rank 0.
+        exit_code: 1 if the work was measured and found wrong.
     """
 
     name: str
@@ -83,6 +84,7 @@ class BenchResult:
     draw: Callable[[Path], None] | None = None
     files: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)
     is_shown: bool = True
+    exit_code: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

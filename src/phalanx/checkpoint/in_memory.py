@@ -37,19 +37,22 @@ from phalanx.checkpoint.optimizer_state import AnyOptimizer
 from phalanx.checkpoint.saver import Save, Saver
 from phalanx.checkpoint.sharding import WritePlan, file_of
 from phalanx.checkpoint.state import local_shards_with_moments
-from phalanx.comm.file_exchange import FileExchange, FileTransfer, part_of, reserve
+from phalanx.comm.file_exchange import FileExchange, FileTransfer
 from phalanx.comm.join import job_store
 from phalanx.comm.together import all_or_none, gather_objects, max_over_ranks
 from phalanx.errors import CheckpointError, PeerLost
 from phalanx.launch import interface
-from phalanx.launch.launched import launched
-from phalanx.launch.rank_env import RankEnv, read_rank_env
+from phalanx.launch.launched import is_restarted, launched
+from phalanx.launch.rank_env import RankEnv, is_under_torchrun, read_rank_env
 from phalanx.launch.torchrun import meet
 from phalanx.report.units import size_text
 from phalanx.storage import checksum, free_bytes, publish_folder
 
 SHARE: Final = 0.04
 """Part of the time of training that saves may take if the settings name no number of steps."""
+
+NUM_MEASURED: Final = 3
+"""Steps whose time is measured for that."""
 
 RECOVERY_S: Final = 600.0
 """Longest wait of a restart for another host, in seconds."""
@@ -59,40 +62,29 @@ POLL_S: Final = 0.005
 
 
 class RankTraffic(NamedTuple):
-    """Bytes of one save in memory on one rank.
+    """Bytes of a save on one rank: of its file, sent to the next host, and received."""
 
-    Attributes:
-        written_bytes: size of the file that the rank writes.
-        sent_bytes: bytes that it sends to a rank of the next host.
-        received_bytes: bytes that it receives from ranks of the previous host.
-    """
-
-    written_bytes: int
-    sent_bytes: int
-    received_bytes: int
+    written: int
+    sent: int
+    received: int
 
 
 def receivers(hosts: Sequence[range]) -> dict[int, int]:
-    """Return for each rank the rank of the next host that gets its file; empty on one host.
-
-    Args:
-        hosts: the ranks of each host.
-    """
-    if len(hosts) < 2:
-        return {}
-    following = [*hosts[1:], hosts[0]]
-    pairs = zip(hosts, following, strict=True)
+    """Return for each rank the rank of the next of the `hosts` that gets its file, if any does."""
+    following = hosts[1:] and [*hosts[1:], hosts[0]]
+    pairs = zip(hosts, following, strict=False)
     return {rank: after[n % len(after)] for here, after in pairs for n, rank in enumerate(here)}
 
 
 def traffic(plan: WritePlan, hosts: Sequence[range]) -> list[RankTraffic]:
-    """Return the bytes of one save in memory by rank."""
-    ranks = range(plan.num_ranks)
-    infos = [plan.writes_of(rank) for rank in ranks]
+    """Return the bytes of one save in memory by rank; `hosts` has the ranks of each host."""
+    infos = [plan.writes_of(rank) for rank in range(plan.num_ranks)]
     sizes = [tensor_file.file_bytes(each) if each else 0 for each in infos]
     to = receivers(hosts)
-    received = [sum(sizes[source] for source, target in to.items() if target == r) for r in ranks]
-    return [RankTraffic(sizes[r], sizes[r] if to else 0, received[r]) for r in ranks]
+    received = [0] * plan.num_ranks
+    for source, target in to.items():
+        received[target] += sizes[source]
+    return [RankTraffic(n, n if to else 0, got) for n, got in zip(sizes, received, strict=True)]
 
 
 class MemorySaver(Saver):
@@ -101,28 +93,49 @@ class MemorySaver(Saver):
     Attributes:
         hosts: the ranks of each host.
         sent: bytes that this rank has sent to other hosts, and received from them.
-        writer_s: processor time of this rank's latest save beside the steps, in seconds.
     """
 
     def __init__(self, run: Path, *, timeout_s: float | None = None, num_stages: int = 1) -> None:
-        """Connect the ranks; every rank of the launched job calls this.
-
-        Args:
-            run: folder of the run on disk.
-            timeout_s: see `Saver`.
-            num_stages: see `Saver`.
-        """
+        """Connect the ranks of a launched job for saves of the run in the folder `run` on disk."""
         folder = manifest.in_memory_of(run)
         assert folder is not None, "an agent of `phalanx launch` has started this rank"
         self._env = read_rank_env()
         self.hosts = sorted(set(gather_objects(self._env.here)), key=lambda ranks: ranks.start)
-        self.sent, self.writer_s = (0, 0), 0.0
+        self.sent = (0, 0)
         self._planned: tuple[WritePlan, list[FileTransfer]] | None = None
         super().__init__(folder, keep=1, timeout_s=timeout_s, num_stages=num_stages)
         self._exchange = None
         if len(self.hosts) > 1:
             keys, limit_s = dist.PrefixStore("files", self._store), self._progress.timeout_s
             self._exchange = FileExchange(keys, self._env.rank, self._env.num_ranks, limit_s)
+
+    def check_room(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
+        """Check that this host has the memory; every rank calls this together, before a step.
+
+        Raises:
+            CheckpointError: a host has too little; the message has the calculation.
+        """
+        infos = self._ours(held := local_shards_with_moments(model, optimizer))
+        sizes, here = traffic(self._plan, self.hosts), self._env.here
+        whole = sum(size.written for size in sizes)
+        own = sum(sizes[rank].written for rank in here)
+        copies = sum(sizes[rank].received for rank in here)
+        needed = whole + own + copies + own
+        gather_objects(None)  # the ranks of a host read before any allocates
+        left = min(free_memory_bytes(), free_bytes(self.run))
+
+        def check() -> None:
+            if needed > left:
+                raise CheckpointError(
+                    f"host {platform.node()} needs {size_text(needed)}: {size_text(whole)} for the "
+                    f"whole state, which a restart reads, and for the next save {size_text(own)} "
+                    f"of its {len(here)} ranks, as much to write from, and {size_text(copies)} of "
+                    f"another host; {size_text(left)} are free; set memory_every to 0, so that "
+                    "restarts resume from the disk, or start fewer ranks on this host"
+                )
+
+        all_or_none(check, "cannot keep the state in memory")
+        self._copy.reserve([held[name].local for name in infos])
 
     @override
     def _claim(self) -> str:
@@ -136,9 +149,6 @@ class MemorySaver(Saver):
     @override
     def _open(self, save: Save) -> None:
         save.partial.mkdir(parents=True, exist_ok=True)
-        for each in self._transfers(save):
-            if each.target == self._env.rank:  # now, when a full memory can still be reported
-                reserve(part_of(save.partial / each.name), each.num_bytes)
 
     @override
     def _publish(self, save: Save, about: Manifest) -> None:
@@ -149,69 +159,34 @@ class MemorySaver(Saver):
     def _conclude(self, save: Save) -> None:
         # All ranks have written, and rank 0 has the manifest of all files in the store:
         #
-        #     each rank       send its file, get others | done | wait until all are done
-        #     first of a host                        index, manifest | rename | remove the former
+        #     each rank          send its file, get others | done | wait until all are done
+        #     first of a host    index, manifest | rename the folder | remove the former state
         #
         # Keys of the store are used again: all ranks have read a value before the next is set.
-        rank, store = self._env.rank, self._store
+        store = self._store
         if self._exchange is not None:
             moved = functools.partial(self._progress.renew, save.number)
-            sizes = self._exchange.run(self._transfers(save), save.partial, moved)
+            sizes = self._exchange.run(self._transfers(save.plan), save.partial, moved)
             self.sent = (self.sent[0] + sizes[0], self.sent[1] + sizes[1])
         if store.add("done", 1) == save.number * save.plan.num_ranks:
             store.set("complete", str(save.number))
         while not store.check(["complete"]) or int(store.get("complete")) < save.number:
             if self._progress.is_late:
-                raise PeerLost("another rank has not got the files of other hosts")
+                raise PeerLost("another rank does not get the files of other hosts")
             time.sleep(POLL_S)
-        if self._env.local_rank > 0:
-            return
-        if rank > 0:
-            index.write(save.partial, save.plan)
-            (save.partial / manifest.NAME).write_bytes(store.get("manifest"))
-        publish_folder(save.partial, save.final)
-        remove_older(self.run, self.keep)
+        if self._env.local_rank == 0:
+            if self._env.rank > 0:
+                index.write(save.partial, save.plan)
+                (save.partial / manifest.NAME).write_bytes(store.get("manifest"))
+            publish_folder(save.partial, save.final)
+            remove_older(self.run, self.keep)
 
-    @override
-    def _write(self, save: Save, failures: list[CheckpointError | PeerLost]) -> None:
-        super()._write(save, failures)
-        self.writer_s = time.thread_time()
-
-    def _transfers(self, save: Save) -> list[FileTransfer]:
-        if self._planned is None or self._planned[0] is not save.plan:
-            sizes = [each.sent_bytes for each in traffic(save.plan, self.hosts)]
-            pairs = receivers(self.hosts).items()
-            files = [FileTransfer(a, b, file_of(a), sizes[a]) for a, b in pairs if sizes[a]]
-            self._planned = save.plan, files
+    def _transfers(self, plan: WritePlan) -> list[FileTransfer]:
+        if self._planned is None or self._planned[0] is not plan:
+            sizes, pairs = traffic(plan, self.hosts), receivers(self.hosts).items()
+            files = [FileTransfer(a, b, file_of(a), sizes[a].sent) for a, b in pairs]
+            self._planned = plan, [each for each in files if each.num_bytes]
         return self._planned[1]
-
-    def check_room(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
-        """Check that this host has the memory; every rank calls this together, before a step.
-
-        Raises:
-            CheckpointError: a host has too little; the message has the calculation.
-        """
-        infos = self._ours(held := local_shards_with_moments(model, optimizer))
-        sizes, here = traffic(self._plan, self.hosts), self._env.here
-        written = sum(sizes[rank].written_bytes for rank in here)
-        received = sum(sizes[rank].received_bytes for rank in here)
-        needed = 2 * (written + received) + written
-        gather_objects(None)  # the ranks of a host read before any allocates
-        left = min(free_memory_bytes(), free_bytes(self.run))
-
-        def check() -> None:
-            if needed <= left:
-                return
-            others = f", and {size_text(received)} of another host" if received else ""
-            raise CheckpointError(
-                f"{platform.node()} needs {size_text(needed)}: 2 states of {size_text(written)} of "
-                f"its {len(here)} ranks{others}, and {size_text(written)} to write from; "
-                f"{size_text(left)} are free in {self.run.anchor}; set memory_every to 0, so that "
-                "restarts resume from the disk, or start fewer ranks on this host"
-            )
-
-        all_or_none(check, "cannot keep the state in memory")
-        self._copy.reserve([held[name].local for name in infos])
 
 
 class MemoryPace:
@@ -223,7 +198,7 @@ class MemoryPace:
                  save          begin     |    |
                  4 is over, 2 is not complete: wait for it, then begin the next
 
-    If K is unset, the first two saves measure what a save costs, and K makes it SHARE of the time.
+    If K is unset, the first save takes SHARE of the time of K/2 steps; training waits for it.
     """
 
     def __init__(
@@ -231,9 +206,8 @@ class MemoryPace:
     ) -> None:
         """Count from `steps_done`; `every` is K, and `say` shows the K that is measured."""
         self.saver, self._every, self._say = saver, every, say
-        self._period = 1 if every is None else -(-every // 2)
-        self._begun, self._num_saves, self._num_measured = steps_done, 0, 0
-        self._resumed_s = self._cost_s = 0.0
+        self.period = 1 if every is None else -(-every // 2)
+        self._begun, self._begun_s, self._first_s = steps_done, 0.0, 0.0
 
     def after_step(self, done: int, begin: Callable[[], None]) -> None:
         """Begin a save by `begin` if one is due after `done` steps; all ranks call this together.
@@ -242,33 +216,23 @@ class MemoryPace:
             CheckpointError: the previous save failed.
             PeerLost: the previous save failed because another rank is lost.
         """
-        saver, num_steps, now_s = self.saver, done - self._begun, time.monotonic()
-        saver.poll()
-        if num_steps >= (self._every or 2 * self._period) - self._period:
-            saver.finish()
-        if num_steps < self._period:
+        num_steps, now_s = done - self._begun, time.monotonic()
+        self.saver.poll()
+        if num_steps >= (self._every or 2 * self.period) - self.period:
+            self.saver.finish()
+        if self._first_s and num_steps >= NUM_MEASURED:
+            step_s = (now_s - self._begun_s - self._first_s) / num_steps
+            (self.period,) = max_over_ranks([math.ceil(self._first_s / (SHARE * step_s))])
+            self._first_s, self._every = 0.0, 2 * self.period
+            self._say(f"saves the state in memory; a restart loses at most {self._every} steps")
+        if num_steps < self.period or self._first_s:
             return
-        if self._every is None and self._num_saves and self._num_measured < 2:
-            step_s = (now_s - self._resumed_s) / num_steps
-            cost_s = self._cost_s + time.monotonic() - now_s
-            if self._num_measured:  # the first save did not run beside steps
-                cost_s += saver.writer_s
-            (self._period,) = max_over_ranks([math.ceil(cost_s / (SHARE * step_s))])
-            self._num_measured += 1
-            if self._num_measured == 2:
-                self._say(
-                    f"saves the state in memory every {self._period} steps; a restart loses at "
-                    f"most {2 * self._period}"
-                )
-            if num_steps < self._period:
-                return
-        begun_s = time.monotonic()
+        self._begun, self._begun_s = done, now_s
         begin()
-        self._begun, self._num_saves = done, self._num_saves + 1
-        if self._every == 1 or (self._every is None and self._num_saves == 1):
-            saver.finish()
-        self._resumed_s = time.monotonic()
-        self._cost_s = self._resumed_s - begun_s
+        if self._every is None or self._every == 1:
+            self.saver.finish()
+        if self._every is None:
+            self._first_s = time.monotonic() - now_s
 
 
 def pace_of(
@@ -320,7 +284,7 @@ def recover() -> None:
         PeerLost: another host has gone.
     """
     job = launched()
-    if job is None or job.generation == 0:
+    if job is None or not (is_restarted() and is_under_torchrun()):
         return
     env = read_rank_env()
     store: Any = meet(env, RECOVERY_S)
@@ -328,87 +292,61 @@ def recover() -> None:
     interface.choose(dist.PrefixStore("interface", store), env)
     if env.local_rank == 0:
         _recover(Path(job.folder) / manifest.IN_MEMORY, env, store)
-        store.set(f"recovered {env.rank}", "")
-    store.get(f"recovered {env.here.start}")
-
-
-class _Found(NamedTuple):
-    """A state in memory on one host, which may lack files.
-
-    Attributes:
-        name: its folder below the folder of all states.
-        sha256: hash of its manifest.
-        needed: sizes of all its files by name.
-        held: names of the files that the host has.
-    """
-
-    name: str
-    sha256: str
-    needed: dict[str, int]
-    held: list[str]
+    store.get("recovered")
 
 
 def _recover(root: Path, env: RankEnv, store: Any) -> None:
-    left = min(free_memory_bytes(), free_bytes(root))
-    store.set(f"{env.rank}", json.dumps([env.num_here, left, _found_in(root)]))
-    hosts: list[tuple[int, list[_Found]]] = []
-    number, first = 0, 0
-    while first < env.num_ranks:
-        num_here, left, found = json.loads(store.get(f"{first}"))
-        number = len(hosts) if first == env.rank else number
-        hosts.append((left, [_Found(*each) for each in found]))
-        first += num_here
-    # Every host computes the same choice and the same transfers:
+    """Bring the newest state of each run to this host, the folder `root`, and remove all else."""
+    # Every host makes the same choice and the same list of transfers:
     #
     #     host               0                    1                      2 (new)
     #     has of step 40     rank 0, rank 1       rank 1, rank 2         -
     #     gets               rank 2 from 1        rank 0 from 0          all, in turns from 0 and 1
-    chosen: dict[str, str] = {}  # name of a run -> name of its state
+    store.set(f"{env.rank}", json.dumps([env.num_here, _states_in(root)]))
+    hosts: list[dict[str, list[Any]]] = []
+    number, first = 0, 0
+    while first < env.num_ranks:
+        number = len(hosts) if first == env.rank else number
+        num_here, states = json.loads(store.get(f"{first}"))
+        hosts.append(states)
+        first += num_here
+    chosen: dict[Path, str] = {}  # by the folder of a run's checkpoints
     transfers: list[FileTransfer] = []
-    states = {(each.name, each.sha256): each.needed for _, found in hosts for each in found}
-    for (name, sha256), needed in sorted(states.items(), reverse=True):
-        run = str(Path(name).parent)
+    for name, sha256 in sorted({(n, each[0]) for host in hosts for n, each in host.items()})[::-1]:
+        states = [host[name] if host.get(name, [""])[0] == sha256 else None for host in hosts]
+        sizes: dict[str, int] = next(each[2] for each in states if each is not None)
         holders = {
-            file: [
-                host
-                for host, (_, found) in enumerate(hosts)
-                if any(f[:2] == (name, sha256) and file in f.held for f in found)
-            ]
-            for file in needed
+            file: [at for at, each in enumerate(states) if each is not None and file in each[1]]
+            for file in sizes
         }
-        if run in chosen or not all(holders.values()):
+        if Path(name).parent in chosen or not all(holders.values()):
             continue
-        files = [
-            FileTransfer(having[host % len(having)], host, f"{name}/{file}", needed[file])
+        chosen[Path(name).parent] = name
+        transfers += [
+            FileTransfer(having[at % len(having)], at, f"{name}/{file}", sizes[file])
             for file, having in holders.items()
-            for host in range(len(hosts))
-            if host not in having
+            for at in range(len(hosts))
+            if at not in having
         ]
-        if all(
-            sum(t.num_bytes for t in files if t.target == host) <= left
-            for host, (left, _) in enumerate(hosts)
-        ):
-            chosen[run] = name
-            transfers += files
-    if transfers:
-        exchange = FileExchange(dist.PrefixStore("files", store), number, len(hosts), RECOVERY_S)
-        exchange.run(transfers, root)
+    keys = dist.PrefixStore("files", store)
+    exchange = FileExchange(keys, number, len(hosts), RECOVERY_S)
+    exchange.run(transfers, root)
     for folder in root.rglob("checkpoints/*"):
         if str(folder.relative_to(root)) not in chosen.values():
             shutil.rmtree(folder)
+    if store.add("ready", 1) == len(hosts):
+        store.set("recovered", "")
+    store.get("recovered")  # the connections stay until then
 
 
-def _found_in(root: Path) -> list[_Found]:
-    """Return the states of this host that have a manifest."""
-    found: list[_Found] = []
-    for folder in root.rglob("checkpoints/*"):
-        path = folder / manifest.NAME
-        if folder.suffix or not path.exists():
-            continue
-        needed = {name: size for name, (size, _) in manifest.read(folder).files.items()}
-        needed[manifest.NAME] = path.stat().st_size
-        sizes = {each.name: each.stat().st_size for each in folder.iterdir()}
-        held = [name for name, size in needed.items() if sizes.get(name) == size]
-        name = str(folder.relative_to(root))
-        found.append(_Found(name, checksum(path)[1], needed, held))
-    return found
+def _states_in(root: Path) -> dict[str, list[Any]]:
+    """Return the states of this host: name -> [sha256 of the manifest, files here, all sizes]."""
+    states: dict[str, list[Any]] = {}
+    for path in root.rglob(f"checkpoints/*/{manifest.NAME}"):
+        folder, (num_bytes, sha256) = path.parent, checksum(path)
+        if not folder.suffix:
+            needed = {name: size for name, (size, _) in manifest.read(folder).files.items()}
+            needed[manifest.NAME] = num_bytes
+            held = [name for name in needed if (folder / name).exists()]
+            states[str(folder.relative_to(root))] = [sha256, held, needed]
+    return states

@@ -129,7 +129,7 @@ class SaveProgress:
             self.report(number, "writing", num_bytes)
             self.look(number)
 
-    def renew(self, number: int, _num_bytes: int) -> None:
+    def renew(self, number: int) -> None:
         """Note progress of this rank after the save was published, which only it has to know."""
         with self._as_current(number):
             self._leases.renew(ANYONE)

@@ -29,6 +29,7 @@ VERBS: Final[Mapping[str, tuple[str, str]]] = {
         "loader_rate:DataConfig",
         "the rate of a loader, beside the rate that the model takes",
     ),
+    "faults": ("faults:FaultsConfig", "what lost ranks and hosts cost a run that continues itself"),
     "mfu": ("mfu:MfuConfig", "the MFU and HFU of a plain perceptron"),
     "scaling": ("scaling:ScalingConfig", "the speed-up of each method, and why it falls short"),
 }
@@ -70,8 +71,8 @@ def run(argv: list[str]) -> int:
     module = import_module(f"phalanx.bench.{module_name}")
 
     def work(_: None) -> int:
-        measure(words, verb, getattr(module, schema_name), module.run, prog=f"phalanx bench {verb}")
-        return 0
+        schema = getattr(module, schema_name)
+        return measure(words, verb, schema, module.run, prog=f"phalanx bench {verb}")
 
     if verb not in ("comm", "scaling"):
         return work(None)
@@ -86,7 +87,7 @@ def measure(
     schema: type[SomeConfig],
     run: Callable[[SomeConfig, PrintLine], BenchResult],
     prog: str,
-) -> None:
+) -> int:
     """Read the settings from `words`, call `run`, then print the result and write it to --out.
 
     Args:
@@ -95,6 +96,9 @@ def measure(
         schema: dataclass of the settings.
         run: function that measures.
         prog: name of the command in --help.
+
+    Returns:
+        The exit code.
 
     Raises:
         ConfigError: a setting is out of range, or needs hardware that this machine lacks.
@@ -108,7 +112,7 @@ def measure(
     with nullcontext() if folder is None else _created_folder(folder):
         found = run(config, terminal.say)
     if not found.is_shown:
-        return
+        return found.exit_code
     terminal.show(*found.shown)
     document = {"benchmark": name, "date": time.strftime("%Y-%m-%d"), **found.values}
     document["environment"] = environment()
@@ -129,6 +133,7 @@ def measure(
             terminal.say(f"no picture: it needs {NO_MATPLOTLIB}")
     if config.json:
         print_json(document)
+    return found.exit_code
 
 
 @contextmanager

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -15,6 +14,7 @@ from phalanx.cli import doctor_hosts
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Range
 from phalanx.errors import ConfigError, PhalanxError
+from phalanx.launch.hosts import parse_hosts, read_hostfile
 from phalanx.planner import calibration_file
 from phalanx.report.output import print_json
 from phalanx.report.tabular import Line, Table
@@ -41,14 +41,17 @@ TEST_TIMEOUT_S: Final = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    """Check the installation: show versions, devices and backends, and connect two processes."""
+    """Check the installation: show versions, devices and backends, and connect two processes.
+
+    With --peer or --hosts check hosts, and the links between them, each fault with its cure.
+    """
 
     peer: str | None = None
     """Check the link to this host: name, route, ports, MTU, clocks, versions, bandwidth."""
     hosts: str | None = None
     """Check the links of all pairs of these hosts: a:2,b:2 with numbers of ranks, or a file."""
     listen: bool = False
-    """Answer --peer of another host, which then needs no ssh to this one."""
+    """Answer --peer of other hosts, without ssh; for a network whose hosts you trust."""
     port: Annotated[int, Range(1, 65535, "[]")] = 29500
     """Port of --listen, and of the store of the job."""
     out: str = "runs"
@@ -79,40 +82,26 @@ def run(argv: list[str]) -> int:
 
 def _of_hosts(config: DoctorConfig) -> int:
     """Check hosts and their links; return 1 if something is wrong, else 0."""
-    ranks = dict[str, int]()
-    if config.hosts is not None:
-        text = config.hosts
-        if Path(text).is_file():
-            text = ",".join(re.sub(r"\s+slots=", ":", Path(text).read_text()).split())
-        for word in text.split(","):
-            name, _, number = word.partition(":")
-            ranks[name] = int(number or 0)
-    else:
-        assert config.peer is not None
-        ranks = {socket.gethostname(): 0, config.peer: 0}
     path = None if config.write is None else calibration_file.path_of(config.write)
-    terminal = Terminal()
-    examination = doctor_hosts.Examination(
-        [*ranks],
-        ranks,
-        terminal,
-        ssh=config.ssh,
-        port=config.port,
-        out=os.path.abspath(config.out),
-        may_listen=config.peer is not None,
-    )
+    if config.hosts is None:
+        hosts = parse_hosts(f"{socket.gethostname()},{config.peer}")
+    else:
+        file = Path(config.hosts)
+        hosts = read_hostfile(file) if file.exists() else parse_hosts(config.hosts)
+    config, terminal = replace(config, out=os.path.abspath(config.out)), Terminal()
+    examination = doctor_hosts.Examination(hosts, config, terminal)
     try:
         examination.run()
     except OSError as error:
-        raise ConfigError(f"a host was lost: {error}") from None
-    if len(examination.hosts) > 1:
+        raise ConfigError(f"a host is lost: {error}") from None
+    if any("TCP" in values for values in examination.links.values()):
         terminal.show(examination.matrix())
     if path is not None:
         examination.keep(path)
         terminal.show(Line(f"wrote {path}", wraps=False))
     if config.json:
         print_json(examination)
-    return 1 if examination.num_faults else 0
+    return 1 if any(finding.cure for _, finding in examination.findings) else 0
 
 
 def examine() -> dict[str, Any]:

@@ -49,7 +49,7 @@ class LaunchConfig:
     dry_run: bool = False
     """Print what would be run on each host."""
     print: Literal["torchrun", "slurm", "pytorchjob", "jobset", "env", "dockerfile"] | None = None
-    """Print a script or manifest that starts the job by other means."""
+    """Print a script or manifest that starts the job by other means, with variables of --env."""
     join: str | None = None
     """Take a host, c:2, into the job that runs on this machine, at the end of a step."""
     job: Annotated[int | None, Range(1)] = None
@@ -75,7 +75,7 @@ def run(argv: list[str]) -> int:
     if config.print is not None:
         from phalanx.launch import manifests
 
-        print(manifests.text(config.print, request))
+        print(manifests.text(config.print, request), end="")
         return 0
     from phalanx.launch.launcher import Launcher, dry_run
 
@@ -110,12 +110,11 @@ def request_of(config: LaunchConfig, command: tuple[str, ...]) -> LaunchRequest:
             f"the command after -- is {words}; expected train, run SCRIPT, verify or bench "
             "scaling, such as: phalanx launch --hosts a:2,b:2 -- train --strategy dp4"
         )
-    of_system = OF_SYSTEM if config.print is None else ()
-    variables = {
-        name: value
-        for name, value in os.environ.items()
-        if TAKEN_ALONG.fullmatch(name) or name in of_system
-    }
+    variables = dict[str, str]()
+    if config.print is None:  # a text may go anywhere: no HF_TOKEN, and no PATH of this machine
+        for name, value in os.environ.items():
+            if TAKEN_ALONG.fullmatch(name) or name in OF_SYSTEM:
+                variables[name] = value
     for word in config.env:
         name, has_value, value = word.partition("=")
         if not has_value and name not in os.environ:

@@ -39,6 +39,8 @@ class ScriptRunConfig:
     """Compare the first steps of a new script, or of a changed one, with one process."""
     profile: str | None = None
     """Steps to profile, as of `phalanx train`, into a new folder of runs/; without a proof."""
+    debug_net: str | None = None
+    """Folder for a file of each process with what c10d, gloo and NCCL print."""
 
 
 def run(argv: list[str]) -> int:
@@ -84,6 +86,7 @@ def _run(config: ScriptRunConfig, path: Path, own: list[str]) -> int:
     if not is_under_torchrun():
         prepare_server("phalanx.script.loop_proof")
     import phalanx
+    from phalanx.launch import debug_net
     from phalanx.launch.failure import report
     from phalanx.script.init import refuse_in_own_loop
     from phalanx.script.launch import run_script
@@ -122,11 +125,12 @@ def _run(config: ScriptRunConfig, path: Path, own: list[str]) -> int:
             f"phalanx verify {strategy} --script {path}"
         )
     ends: list[tuple[int, str]]
-    if is_due and device == "cpu" and not is_proved(proved):
-        ends = run_proved(str(path), own, strategy, config.strategy, proved, **options)
-    else:
-        given = (str(path), own, config.strategy, config.profile)
-        ends = run_ranks(run_script, strategy.num_ranks, *given, **options)
+    with debug_net.into(None if config.debug_net is None else Path(config.debug_net)):
+        if is_due and device == "cpu" and not is_proved(proved):
+            ends = run_proved(str(path), own, strategy, config.strategy, proved, **options)
+        else:
+            given = (str(path), own, config.strategy, config.profile)
+            ends = run_ranks(run_script, strategy.num_ranks, *given, **options)
     if any(signum for signum, _ in ends):
         raise Interrupted(*max(ends))
     return 0

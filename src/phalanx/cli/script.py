@@ -104,7 +104,7 @@ def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, _Chosen, Optio
     from phalanx.script.trainer import Options, trainer_of
     from phalanx.strategy import refuse_servers
     from phalanx.train.job.request import choose, choose_device
-    from phalanx.train.job.run_folder import new_folder
+    from phalanx.train.job.run_folder import net_files, new_folder
 
     trainer = trainer_of(config.script)
     if config.steps is not None:
@@ -121,6 +121,7 @@ def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, _Chosen, Optio
             "out and resume are both given, but a resumed run writes to its own folder; give one "
             "of them"
         )
+    net_files(config, Path())
     name = f"{Path(config.script).stem}-{config.script.rpartition(':')[2]}"
     out = Path(config.resume or config.out or new_folder(name, strategy))
     shared = {each.name: getattr(config, each.name) for each in dataclasses.fields(RunConfig)}

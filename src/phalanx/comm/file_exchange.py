@@ -1,7 +1,7 @@
 """Send files between processes over gloo, beside the collectives of their job.
 
-The group is no group of torch.distributed: no collective of the job, nor a check or a count of
-them, sees its messages, and a thread may send while another trains.
+The group is none of torch.distributed: no collective of the job, nor a check or count of them, sees
+its messages, and a thread may send while another trains.
 """
 
 from __future__ import annotations
@@ -26,13 +26,9 @@ CHUNK_BYTES: Final = 8 << 20
 
 
 class FileTransfer(NamedTuple):
-    """A file that one process sends to another.
+    """A file of `num_bytes` that the process `source` sends to the process `target`.
 
-    Attributes:
-        source: number of the process that has the file.
-        target: number of the process that gets the file.
-        name: path of the file below the folder of either process.
-        num_bytes: size of the file, in bytes.
+    `name` is its path below the folder of either process.
     """
 
     source: int
@@ -48,74 +44,53 @@ class FileExchange:
         """Make the group; every process calls this with keys of `store` that only they use."""
         self._number = number
         with lazily_connected():
-            made: Any = dist.ProcessGroupGloo  # its constructor has no type
-            self._group = made(store, number, size, timedelta(seconds=timeout_s))
+            kind: Any = dist.ProcessGroupGloo  # its constructor has no type
+            self._group = kind(store, number, size, timedelta(seconds=timeout_s))
 
     def run(
         self,
         transfers: Sequence[FileTransfer],
         folder: Path,
-        moved: Callable[[int], None] = lambda _: None,
+        moved: Callable[[], None] = lambda: None,
     ) -> tuple[int, int]:
         """Send and receive the files of this process; return the bytes sent and received.
 
         Every process calls this with the same `transfers`, in the same order, in which each sends
-        and receives. So the first transfer that is not done always has both its ends at work.
-
-        Args:
-            transfers: the files.
-            folder: folder of this process.
-            moved: called after each message received, with the bytes received so far.
+        and, at the same time, receives. So both ends of the first that is not done work on it.
+        `moved` is called after each message received.
 
         Raises:
             PeerLost: a process has gone.
-            OSError: there is no room for a file.
+            OSError: there is no room for a file in `folder`, that of this process.
         """
-        num_received = 0
+        sent = [each for each in transfers if each.source == self._number]
+        received = [each for each in transfers if each.target == self._number]
         with ThreadPoolExecutor(1, "files") as pool:
-            sending = pool.submit(
-                self._send, [t for t in transfers if t.source == self._number], folder
-            )
-            for each in (t for t in transfers if t.target == self._number):
+            sending = pool.submit(self._send, sent, folder)
+            for each in received:
                 path = folder / each.name
-                partial = part_of(path)
-                reserve(partial, each.num_bytes)
+                partial = path.with_name(path.name + PARTIAL)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with partial.open("wb") as file:  # a write to a page without room is a SIGBUS
+                    os.posix_fallocate(file.fileno(), 0, each.num_bytes)
                 for chunk in _chunks(partial, each.num_bytes):
-                    self._wait(self._group.recv([chunk], each.source, 0))
-                    num_received += chunk.nbytes
-                    moved(num_received)
+                    _wait(self._group.recv([chunk], each.source, 0))
+                    moved()
                 partial.rename(path)
-            return sending.result(), num_received
+            sending.result()
+        return sum(each.num_bytes for each in sent), sum(each.num_bytes for each in received)
 
-    def _send(self, transfers: Sequence[FileTransfer], folder: Path) -> int:
+    def _send(self, transfers: Sequence[FileTransfer], folder: Path) -> None:
         for each in transfers:
             for chunk in _chunks(folder / each.name, each.num_bytes):
-                self._wait(self._group.send([chunk], each.target, 0))
-        return sum(each.num_bytes for each in transfers)
-
-    def _wait(self, work: Any) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise PeerLost(
-                f"a process that sends or gets files has gone: {reason_of(error)}"
-            ) from error
+                _wait(self._group.send([chunk], each.target, 0))
 
 
-def part_of(path: Path) -> Path:
-    """Return the path under which a file is received."""
-    return path.with_name(path.name + PARTIAL)
-
-
-def reserve(path: Path, num_bytes: int) -> None:
-    """Reserve the room of a file, because a write to a mapped page without room is a SIGBUS.
-
-    Raises:
-        OSError: there is no room.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        os.posix_fallocate(file.fileno(), 0, num_bytes)
+def _wait(work: Any) -> None:
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise PeerLost(f"a host that sends or gets files has gone: {reason_of(error)}") from error
 
 
 def _chunks(path: Path, num_bytes: int) -> Sequence[torch.Tensor]:

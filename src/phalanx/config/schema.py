@@ -209,6 +209,8 @@ class RunConfig:
     debug_comm: Annotated[bool, Use.EQUAL] = False
     """Compare each collective of all ranks before it runs, and name the first two calls that do not
     match; slow."""
+    debug_net: Annotated[bool, Use.LOCAL | Use.NOT_SAVED] = False
+    """Write what c10d, gloo and NCCL print to <out>/logs/net-rank-N.log and nccl-rank-N.log."""
     timeout_s: Annotated[float, Use.EQUAL, TIMEOUT_S] = 600.0
     """Longest wait for another rank, in seconds."""
     profile: Annotated[str | None, Use.EQUAL | Use.NOT_SAVED] = None

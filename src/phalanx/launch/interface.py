@@ -46,7 +46,7 @@ def choose(store: Store, env: RankEnv) -> str:
     name = interface_of(address)
     if name is not None:
         os.environ.setdefault(VARIABLE, name)
-    return address
+    return address_of(os.environ.get(VARIABLE, "")) or address
 
 
 def address_towards(host: str) -> str:

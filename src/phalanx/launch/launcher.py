@@ -153,14 +153,26 @@ class Remote:
             ours = ", ".join(f"{each} {own[each]}" for each in unlike)
             sentence = f"{who} has {theirs}, but this machine has {ours}; install the same"
             return sentence if unlike else ""
-        words = printable(self.errors.strip().rpartition("\n")[2])
-        names = {"folder": self._folder, "python": sys.executable, "name": self.host.name}
-        for pattern, cure in CURES.items():
-            if re.search(pattern, self.errors, re.IGNORECASE):
-                return f"{who}: {cure.format(target=self.host.target, **names)} ({words})"
-        if code is None:
-            return f"{who} did not answer in time; see: ssh {self.host.target} true"
-        return f"{who}: its agent ended with exit code {code}: {words or 'without a word'}"
+        return why_no_agent(self.host, code, self.errors, self._folder)
+
+
+def why_no_agent(host: Host, code: int | None, errors: str, folder: str) -> str:
+    """Return a sentence on why no agent answers, with the cure.
+
+    Args:
+        host: the host of the agent.
+        code: exit code of the command that starts the agent; None while it runs.
+        errors: the error output of that command.
+        folder: the working folder.
+    """
+    words = printable(errors.strip().rpartition("\n")[2])
+    names = {"folder": folder, "python": sys.executable, "name": host.name}
+    for pattern, cure in CURES.items():
+        if re.search(pattern, errors, re.IGNORECASE):
+            return f"host {host.name}: {cure.format(target=host.target, **names)} ({words})"
+    if code is None:
+        return f"host {host.name} did not answer in time; see: ssh {host.target} true"
+    return f"host {host.name}: its agent ended with exit code {code}: {words or 'without a word'}"
 
 
 def ssh_command(host: Host, request: LaunchRequest, connect_s: float, script: str) -> list[str]:
@@ -169,9 +181,14 @@ def ssh_command(host: Host, request: LaunchRequest, connect_s: float, script: st
     return [*request.ssh, *options, host.target, f"exec sh -c {shlex.quote(script)}"]
 
 
-def agent_command(host: Host, request: LaunchRequest, connect_s: float = CONNECT_S) -> list[str]:
-    """Return the command that starts the agent of a host."""
-    agent = [sys.executable, "-P", "-m", "phalanx.launch.agent"]
+def agent_command(
+    host: Host,
+    request: LaunchRequest,
+    connect_s: float = CONNECT_S,
+    module: str = "phalanx.launch.agent",
+) -> list[str]:
+    """Return the command that starts the agent of a host, which is a module."""
+    agent = [sys.executable, "-P", "-m", module]
     if host.is_local:
         return agent
     path = os.environ.get("PYTHONPATH")

@@ -38,6 +38,7 @@ from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from phalanx.errors import ConfigError, Interrupted, PhalanxError, TrainingError
+from phalanx.launch import debug_net
 from phalanx.launch.failure import Failure, failure_of_dead_process, first_of, report
 from phalanx.launch.feed import Feed
 from phalanx.launch.heartbeat_monitor import HeartbeatMonitor
@@ -155,6 +156,7 @@ def run_ranks(
     threads = threads or max(1, num_cores() // num_ranks)
     with hosted_store() as (store, port), ended_ranks() as (ranks, late):
         info = RankInfo(0, num_ranks, port, device, threads, timeout_s, socket_folder())
+        info = replace(info, debug_net=os.environ.get(debug_net.VARIABLE, ""))
         start_ranks(ranks, info, function, args)
         if beside is not None:
             alone = replace(info, num_ranks=1, member=num_ranks)

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import within_limits
+from phalanx.launch import debug_net
 from phalanx.launch.failure import describe
 from phalanx.launch.feed import Feed
 from phalanx.launch.heartbeat import PULSE
@@ -35,6 +36,7 @@ class RankInfo:
         name: what messages call the rank; empty: "rank N".
         member: number of the process among all that the parent has started, by which it beats.
         job: number of the job; the processes of a parent may be several jobs with one store.
+        debug_net: folder of the files of `debug_net`; "" for none.
     """
 
     rank: int
@@ -47,6 +49,7 @@ class RankInfo:
     name: str = ""
     member: int = 0
     job: int = 0
+    debug_net: str = ""
 
 
 def run_rank(
@@ -129,6 +132,8 @@ def join_job(info: RankInfo, line: ParentPipe) -> None:
     torch.set_num_threads(info.threads)
     if info.device == "cuda":
         torch.cuda.set_device(info.rank)
+    if info.debug_net:
+        debug_net.begin(info.debug_net, info.rank)
     with within_limits(f"{info.name or f'rank {info.rank}'} cannot join the job"):
         line.beat_on(Feed(connected(info), info.member))
         store = dist.PrefixStore(f"job {info.job}", connected(info))

@@ -44,6 +44,9 @@ _CODES: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 _screen: list[TextIO] = []
 
+_errors: Final = [2]
+"""Descriptor of Python's standard error, last; see `divert_native`."""
+
 LOST_OUTPUT: Final[dict[int, str]] = {}
 """Descriptors of this process's standard streams that were muted -> the reason."""
 
@@ -87,16 +90,33 @@ def keep_printing() -> None:
                 continue
             with suppress(OSError):
                 stream.flush()
-            display = _Display(raw.fileno(), "w", closefd=False)
-            # Initialized again: references to the stream, as of loggers, stay valid.
-            again: Any = stream.__init__
-            again(
-                io.BufferedWriter(display) if isinstance(buffer, io.BufferedWriter) else display,
-                stream.encoding,
-                "backslashreplace",
-                line_buffering=stream.line_buffering,
-                write_through=stream.write_through,
-            )
+            _reopen(stream, _Display(raw.fileno(), "w", closefd=False))
+
+
+def _reopen(stream: io.TextIOWrapper, display: _Display) -> None:
+    """Let a standard stream print to `display`; references to it, as of loggers, stay valid."""
+    is_buffered = isinstance(stream.buffer, io.BufferedWriter)
+    again: Any = stream.__init__
+    again(
+        io.BufferedWriter(display) if is_buffered else display,
+        stream.encoding,
+        "backslashreplace",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def divert_native(log: int) -> None:
+    """Let native code print errors to the file `log`, and Python where it did before.
+
+    Native code prints to descriptor 2, so Python's standard error gets another one.
+    """
+    stream = sys.stderr
+    if _errors[-1] == 2 and type(stream) is io.TextIOWrapper and stream.fileno() == 2:
+        stream.flush()
+        _errors.append(os.dup(2))
+        _reopen(stream, _Display(_errors[-1], "w", closefd=False))
+    os.dup2(log, 2)
 
 
 def screen() -> TextIO:
@@ -169,20 +189,21 @@ def _copied(log: int) -> Generator[None]:
 
 @contextmanager
 def _diverted(log: int) -> Generator[None]:
-    before = [os.dup(number) for number in (1, 2)]
-    terminal = io.BufferedWriter(_Display(os.dup(2), "w"))
+    numbers = 1, _errors[-1]
+    before = [os.dup(number) for number in numbers]
+    terminal = io.BufferedWriter(_Display(os.dup(_errors[-1]), "w"))
     _screen.append(io.TextIOWrapper(terminal, errors="backslashreplace", line_buffering=True))
     flush_streams()
     is_by_line = isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.line_buffering
     _by_line(True)  # so that the log of a killed rank is complete
-    for number in (1, 2):
+    for number in numbers:
         os.dup2(log, number)
     try:
         yield
     finally:
         flush_streams()
         _by_line(is_by_line)
-        for number, descriptor in enumerate(before, 1):
+        for number, descriptor in zip(numbers, before, strict=True):
             os.dup2(descriptor, number)
             os.close(descriptor)
         _screen.pop().close()

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from phalanx.measure.clock import offset, read_comparisons
 from phalanx.measure.peaks import NO_GRADE, grade_of
-from phalanx.measure.placement import Placement
+from phalanx.measure.rank_places import Placement
 from phalanx.measure.spans import CollectiveSpan, CounterSample, StepSpans, read_spans, span_files
 from phalanx.measure.straggler import accuse, window_from
 from phalanx.measure.trackers import sent_by_axis, settings_of

@@ -24,6 +24,7 @@ from phalanx.checkpoint.untrusted import brief
 from phalanx.comm.together import on_first_rank
 from phalanx.errors import CheckpointError, ScriptError
 from phalanx.launch.heartbeat import PULSE
+from phalanx.launch.launched import launched
 from phalanx.script.checks import check_arguments
 from phalanx.script.loader import RankLoader
 from phalanx.script.order import JobGenerator
@@ -75,7 +76,8 @@ class Saves:
             # A new run must not mix its checkpoints with another run's, nor fail because of them:
             # it takes `wanted`, or the first `wanted`-N without any.
             names = itertools.chain([wanted], (Path(f"{wanted}-{n}") for n in itertools.count(2)))
-            free = (n for n in names if start is not None or not _has_checkpoint(n))
+            # A state in memory is this run's own.
+            free = (n for n in names if start is not None or not manifest.complete_checkpoints(n))
             here = on_first_rank(partial(next, free), f"cannot save in {wanted}")
             saver = Saver(here)
             try:
@@ -124,13 +126,12 @@ class Saves:
 
     def _save_in_memory(self, run: Path) -> None:
         """Save in memory between steps from now on, if the job is launched so."""
+        if launched() is None:
+            return
         of, (model, step) = self._prepared, self._prepared.require_model("resume")
         run = on_first_rank(run.absolute, f"cannot resume {run}")
-        where = (model, CombinedOptimizer(of.optimizers), step.steps_done)
-        if (
-            of.job.memory_every == 0
-            or (pace := pace_of(run, of.job.memory_every, *where, self._show)) is None
-        ):
+        where = (run, of.job.memory_every, model, CombinedOptimizer(of.optimizers))
+        if (pace := pace_of(*where, step.steps_done, self._show)) is None:
             return
 
         def save() -> None:

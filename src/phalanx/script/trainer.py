@@ -42,7 +42,7 @@ from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy, refuse_servers
 from phalanx.train.callback import Callback, Callbacks, Log
 from phalanx.train.job.request import choose_device, log_of
-from phalanx.train.job.run_folder import removed_if_refused, resumed_folder
+from phalanx.train.job.run_folder import net_files, removed_if_refused, resumed_folder
 from phalanx.train.loop import how_to_resume
 from phalanx.train.objective import Objective, check_build
 from phalanx.train.report.summary import Summary
@@ -182,8 +182,9 @@ class Trainer:
                 trainer = dataclasses.replace(self, accumulation=accumulation)
         if job is not None and job.run is not None:
             recover()
-            is_begun = bool(manifest.saved_states(Path(job.run)))
-            options = dataclasses.replace(options, out=Path(job.run), resume=is_begun)
+            run = options.folder
+            is_begun = bool(manifest.saved_states(run))
+            options = dataclasses.replace(options, out=run, resume=is_begun)
         if strategy == AUTO:
             resume = str(options.out) if options.resume else None
             asked = JobConfig(strategy=AUTO, device=options.device, resume=resume)
@@ -194,7 +195,7 @@ class Trainer:
         advice = functools.partial(how_to_resume, out, command)
         args = (parsed.num_ranks, trainer, parsed, options, command, (*choice,))
         is_new = read_rank_env().rank == 0 and not out.exists()
-        with removed_if_refused(out, is_new=is_new):
+        with net_files(options, out), removed_if_refused(out, is_new=is_new):
             return summary_of(train_module, *args, config=options, advice=advice)
 
     def verify(

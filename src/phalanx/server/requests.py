@@ -61,7 +61,7 @@ class JobStopped(TrainingError):
 
 
 class JobEnded(TrainingError):
-    """The job of a worker that starts has ended."""
+    """The job has ended, without a worker that starts, or that waits for a lost scheduler."""
 
 
 @dataclass(frozen=True)
@@ -167,12 +167,15 @@ class Requests:
                 f"this worker has version {PROTOCOL}; install the same version of phalanx on all "
                 "hosts"
             )
+        self._check_ended()
+        return bool(self.map["holders"]) and all(each["scheduler"] for each in self.map["groups"])
+
+    def _check_ended(self) -> None:
         if self.map.get("ended"):
             raise JobEnded(
-                f"the job of the coordinator at {address} has ended; a new job needs a coordinator "
-                "with a new journal"
+                f"the job of the coordinator at {self._coordinator.address} has ended; a new job "
+                "needs a coordinator with a new journal"
             )
-        return bool(self.map["holders"]) and all(each["scheduler"] for each in self.map["groups"])
 
     def _hear_of_stop(self, reply: WireMessage) -> None:
         """Store the signal by which worker 0 ended the job; called by the heartbeat thread."""
@@ -208,6 +211,7 @@ class Requests:
 
         Raises:
             JobStopped: a signal to worker 0 has ended the job, so answers may never arrive.
+            JobEnded: the job has ended, without this worker, whose scheduler may be lost.
             TrainingError: a request is refused, or times out, or its shard is lost.
         """
         self._check_stop()
@@ -235,6 +239,7 @@ class Requests:
                 self._retry(due)
                 if not due:
                     break
+                self._check_ended()
                 if idle is not None:
                     idle()
                 waited_s = self._clock.now_s - begin_s

@@ -14,9 +14,9 @@ from typing import Final
 
 from phalanx.report.svg import LETTER, ROW, Box, SvgDrawing
 from phalanx.report.tabular import Table
-from phalanx.show.job_roles import draw_roles, height_of_roles
 from phalanx.show.lanes import draw_lanes, height_of_lanes
-from phalanx.show.shown import Frame, JobRoles, Lanes, Shown, Strip
+from phalanx.show.served_job import draw_roles, height_of_roles
+from phalanx.show.shown import Frame, Lanes, ServedJob, Shown, Strip
 from phalanx.show.tables import sent_text
 
 # In pixels.
@@ -29,7 +29,7 @@ LETTERS: Final = 140
 
 BOX, CHANGED, ARROW = "#e8eef6", "#fbe3a2", "#b04a2f"
 
-Part = Strip | Table | Lanes | JobRoles | str
+Part = Strip | Table | Lanes | ServedJob | str
 
 
 def draw(shown: Shown, path: Path) -> None:
@@ -60,7 +60,7 @@ def _height(part: Part) -> float:
         return ROW * (len(part.rows) + 1 + bool(part.title)) + GAP
     if isinstance(part, Lanes):
         return height_of_lanes(part) + GAP
-    if isinstance(part, JobRoles):
+    if isinstance(part, ServedJob):
         return height_of_roles(part) + GAP
     layout = _Places(part)
     return 2 * layout.radius_y + layout.height + 3 * ROW + GAP
@@ -75,7 +75,7 @@ def _draw_part(drawing: SvgDrawing, part: Part, top: float, *, is_title: bool) -
         drawing.table(part, MARGIN, top)
     elif isinstance(part, Lanes):
         draw_lanes(drawing, part, MARGIN, top)
-    elif isinstance(part, JobRoles):
+    elif isinstance(part, ServedJob):
         draw_roles(drawing, part, MARGIN, top)
     else:
         _draw_strip(drawing, part, top)

@@ -28,7 +28,7 @@ from phalanx.server.consistency import Consistency
 from phalanx.server.placement import CHUNK_BYTES
 from phalanx.server.processes import LocalRoles, local_roles, log_of
 from phalanx.show.data_parallel import counter
-from phalanx.show.shown import MOST_RANKS, JobRoles, Shown, ShowTopic
+from phalanx.show.shown import MOST_RANKS, ServedJob, Shown, ShowTopic
 
 ELEMENTS: Final = 840 * 64
 """Number of elements of the small weights, divisible by every number of ranks."""
@@ -88,7 +88,7 @@ def show_parameter_server(config: ShowServer) -> Shown:
         for rank, link in enumerate(ring)
     ]
     ring_heads = ["rank", "sends", "receives", "load out", "load in"]
-    parts: list[Table | JobRoles | str] = [
+    parts: list[Table | ServedJob | str] = [
         Table("through a master, as multiples of the weights", heads, rows, heads[1:]),
         f"{time_text(out * unit_s)} to the master, {time_text(back * unit_s)} back",
         Table(
@@ -160,7 +160,7 @@ def growth(unit_s: float) -> Table:
     return Table("time of an exchange by number of ranks, from the formulas", heads, rows, heads)
 
 
-def groups_of(num_workers: int) -> JobRoles:
+def groups_of(num_workers: int) -> ServedJob:
     """Run a job of two servers and two worker groups, synchronous, then asynchronous."""
     num_groups, tasks = min(2, num_workers), dict[str, dict[str, list[str]]]()
     shapes, log = dict[str, str](), ""
@@ -180,7 +180,7 @@ def groups_of(num_workers: int) -> JobRoles:
         for at, (name, *workers) in enumerate(groups)
     }
     workers = {each: f"W, dW[{FEW}]" for _, *workers in groups for each in workers}
-    return JobRoles(
+    return ServedJob(
         f"W[{FEW}] on two servers; worker groups: {num_groups}; connections that sockets recorded",
         {"coordinator": "manager: the map", **shapes, **of_group, **workers},
         groups,

@@ -105,7 +105,7 @@ class Lanes:
 
 
 @dataclass(frozen=True)
-class JobRoles:
+class ServedJob:
     """The processes of a job with parameter servers, under several consistencies.
 
     Attributes:
@@ -135,6 +135,6 @@ class Shown:
 
     title: str
     about: Sequence[str]
-    parts: Sequence[Strip | Table | Lanes | JobRoles | str]
+    parts: Sequence[Strip | Table | Lanes | ServedJob | str]
     in_torch: str = ""
     document: Any = None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from phalanx.report.tabular import Line, Number, Part, Table
 from phalanx.report.units import percent
-from phalanx.show.shown import Frame, JobRoles, Lanes, Outcome, Shown, Strip
+from phalanx.show.shown import Frame, Lanes, Outcome, ServedJob, Shown, Strip
 
 
 def printed(shown: Shown) -> Iterator[Part]:
@@ -25,7 +25,7 @@ def printed(shown: Shown) -> Iterator[Part]:
                 yield _table_of(part.heads, frame)
         elif isinstance(part, Lanes):
             yield from _lanes(part)
-        elif isinstance(part, JobRoles):
+        elif isinstance(part, ServedJob):
             yield from _roles(part)
         else:
             yield part
@@ -85,7 +85,7 @@ def _lanes(lanes: Lanes) -> Iterator[Table]:
     yield Table("", ["rank", "stages", *busy, *held], rows)
 
 
-def _roles(roles: JobRoles) -> Iterator[Table]:
+def _roles(roles: ServedJob) -> Iterator[Table]:
     group_of = {each: str(at) for at, group in enumerate(roles.groups) for each in group}
     rows = [
         (name, group_of.get(name, ""), shape, ", ".join(roles.connected.get(name, ())))

@@ -25,7 +25,7 @@ from phalanx.train.callback import Callback, Callbacks, Log
 from phalanx.train.job.request import Request, settle
 from phalanx.train.job.resolve import Job, complete, facts_of
 from phalanx.train.job.resume import continued
-from phalanx.train.job.run_folder import claim, removed_if_refused
+from phalanx.train.job.run_folder import claim, net_files, out_folder, removed_if_refused
 from phalanx.train.loop import Stopped, how_to_resume
 from phalanx.train.loop import train as train_session
 from phalanx.train.report.summary import Summary
@@ -90,14 +90,16 @@ def run(
             "torchrun out"
         )
     if is_under_torchrun():
-        return run_here(
-            lambda: complete(request, progress),
-            facts_of,
-            functools.partial(_train_here, announce, extras),
-            device=request.config.device,
-            threads=request.config.threads,
-            timeout_s=request.config.timeout_s,
-        )
+        config = request.config
+        with net_files(config, out_folder(config, request.strategy, request.name)):
+            return run_here(
+                lambda: complete(request, progress),
+                facts_of,
+                functools.partial(_train_here, announce, extras),
+                device=config.device,
+                threads=config.threads,
+                timeout_s=config.timeout_s,
+            )
     prepare_server()
     job = complete(request, progress)
     if announce is not None:
@@ -121,7 +123,7 @@ def start(job: Job, extras: Callbacks = NOTHING) -> Summary | None:
     advice = functools.partial(how_to_resume, job.out, TextSession.command)
     if served_run is None:
         args = (job.strategy.num_ranks, job, extras)
-        with removed_if_refused(job.out, is_new=job.is_new):
+        with net_files(job.config, job.out), removed_if_refused(job.out, is_new=job.is_new):
             return summary_of(train_rank, *args, config=job.config, advice=advice)
     worker = job.config.server.worker
     if worker:

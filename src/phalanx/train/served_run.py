@@ -130,6 +130,10 @@ def train_worker(
                     stop_signal = take_steps(session, _Unwatched())
         except JobStopped as stopped:
             stop_signal = stopped.signum
+        except JobEnded as ended:
+            report(str(ended))
+            client.close()
+            return None
         if stop_signal:
             done = f"step {session.step.steps_done} of {session.num_steps} is done"
             outcome = Stopped(stop_signal, done)

@@ -20,7 +20,7 @@ from phalanx.config.file import RUN_FILE, read_values
 from phalanx.config.validate import AUTO
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face import companions
-from phalanx.launch.launched import launched
+from phalanx.launch.launched import is_restarted, launched
 from phalanx.models.registry import shape_of as preset
 from phalanx.models.registry import with_sizes
 from phalanx.models.shape import ModelShape
@@ -47,28 +47,31 @@ def continuation(said: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: `resume` is auto without `out`.
     """
-    job = launched()
-    run = job and job.run
-    changes: dict[str, Any] = {}
+    job, changes = launched(), dict[str, Any]()
+    run, is_auto = said.get("out"), said.get("resume") == AUTO
+    if is_auto and run is None:
+        raise ConfigError(
+            "resume is auto, which looks for a run in --out, but out is unset; give --out FOLDER"
+        )
+    if job is not None and job.run is not None:
+        # A script may have several runs, of which the launcher knows the last.
+        if run is None and said.get("resume") is not None:
+            run = str(manifest.run_folder(Path(said["resume"])))
+        run = run or job.run
+    elif not is_auto:
+        run = None
     if job is not None and job.strategy is not None:
         changes |= {"strategy": job.strategy, "nproc": None}
         if run is not None and (file := Path(run) / RUN_FILE).exists():
             changes |= _batch_of(file, Strategy.parse(job.strategy).data_ranks)
-    if run is None and said.get("resume") == AUTO:
-        run = said.get("out")
-        if run is None:
-            raise ConfigError(
-                "resume is auto, which looks for a run in --out, but out is unset; give --out "
-                "FOLDER"
-            )
-    if job is not None and job.generation:
+    if is_restarted():
         from phalanx.checkpoint.in_memory import recover  # imports torch
 
         recover()
     if run is not None and manifest.saved_states(Path(run)):
         changes |= {"resume": run, "out": None, "init": None}
     elif run is not None:
-        changes |= {"out": run} | ({"resume": None} if said.get("resume") == AUTO else {})
+        changes |= {"out": run} | ({"resume": None} if is_auto else {})
     return changes
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import tempfile
 from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -17,10 +17,12 @@ from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import TrainConfig
 from phalanx.config.file import RUN_FILE, to_toml
+from phalanx.config.schema import JobConfig, RunConfig
 from phalanx.errors import ConfigError, PhalanxError, TrainingError
 from phalanx.hugging_face.companions import keep_family, keep_tokenizer
-from phalanx.launch import rank_log
+from phalanx.launch import debug_net, rank_log
 from phalanx.launch.launched import launched
+from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.measure.logs import has_steps
 from phalanx.models.shape import ModelShape
 from phalanx.report.units import size_text
@@ -68,6 +70,23 @@ def new_folder(name: str, strategy: Strategy) -> Path:
     """Return the folder of a new run without `out`: runs/ and name, strategy and time."""
     new = f"{name}-{strategy}-{datetime.now():%Y%m%d-%H%M%S}"
     return Path("runs") / new.replace(":", "_").replace("/", "_").replace(",", "-")
+
+
+def net_files(config: RunConfig, out: Path) -> AbstractContextManager[None]:
+    """Return a context in which a job begins, and writes the files of `debug_net` to `out`.
+
+    Raises:
+        ConfigError: each rank would name the new folder of the run itself.
+    """
+    if not config.debug_net:
+        return nullcontext()
+    is_new = isinstance(config, JobConfig) and config.out is config.resume is None
+    if is_new and is_under_torchrun():
+        raise ConfigError(
+            "debug_net writes to the folder of the run before the ranks can agree on its name; "
+            "give --out FOLDER"
+        )
+    return debug_net.into(out / rank_log.FOLDER)
 
 
 def claim(job: Job) -> Job:
@@ -122,9 +141,9 @@ def keep_origin(job: Job) -> None:
     keep_tokenizer(job.tokens.tokenizer, job.out)
     if job.origin is not None:
         keep_family(job.origin.folder, job.out)
-    if (job_of := launched()) is None or job_of.run is None:  # else the first generation's stay
-        content = _HEAD + to_toml(stored_settings(job.config))
-        replace_file(job.out / RUN_FILE, content.encode())
+    file, state = job.out / RUN_FILE, launched()
+    if state is None or state.run is None or not file.exists():  # else the first generation's stay
+        replace_file(file, (_HEAD + to_toml(stored_settings(job.config))).encode())
 
 
 _HEAD: Final = """\
@@ -141,18 +160,21 @@ def check_unused(out: Path, start: Checkpoint | None) -> None:
         ConfigError: `out` has checkpoints of another run, or later ones than `start`; or the run of
             `start` has removed it.
     """
+    if start is not None and manifest.IN_MEMORY in start.folder.parts:
+        start.set_aside()  # the state is of this run, and saves in memory may have replaced it
+        return
     ours = None if start is None else manifest.identity(start.folder)
     if start is not None and ours is None:
         raise ConfigError(
             f"{start.folder}, the checkpoint to resume from, no longer exists"
             f"{manifest.removed_hint(start.folder)}; start again"
         )
-    checkpoints = manifest.saved_states(out)
+    checkpoints = manifest.complete_checkpoints(out)
     if not checkpoints:
         return
     if start is not None and ours in map(manifest.identity, checkpoints.values()):
         start.set_aside()
-        checkpoints = manifest.saved_states(out)
+        checkpoints = manifest.complete_checkpoints(out)
     last = max(checkpoints)
     if start is None or ours not in map(manifest.identity, checkpoints.values()):
         raise ConfigError(

@@ -19,12 +19,13 @@ from phalanx.comm.together import barrier, gather_on_first
 from phalanx.comm.waits import around_waits
 from phalanx.config.profile_options import ProfileOptions
 from phalanx.launch.failure import READER_LEFT
+from phalanx.launch.launched import is_restarted
 from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryLedger, allocator_snapshot
 from phalanx.measure.peaks import Arithmetic, peak_of
-from phalanx.measure.placement import gathered
 from phalanx.measure.products import ProductTypes, quick_ceiling
+from phalanx.measure.rank_places import gathered
 from phalanx.measure.rank_times import RankWindow, window_of
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
@@ -364,7 +365,7 @@ class Records:
             config = self.session.config
             # Compiled steps have no prediction, a check of collectives would be measured too, and a
             # short run would take longer than without.
-            is_long = self.session.num_steps >= MEASURING_STEPS
+            is_long = self.session.num_steps >= MEASURING_STEPS and not is_restarted()
             measures = is_long and not (config.compile or config.debug_comm)
             with notice_if_slow("measuring the rates that predict a step"):
                 self.machine = machine_of(comm, cast(str, found), measures=measures)

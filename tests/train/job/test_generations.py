@@ -103,8 +103,7 @@ def test_a_run_on_fewer_and_more_ranks_takes_the_samples_and_losses_of_an_undist
         assert report == JobReport(strategy=str(job.strategy), run=str(job.out), global_rows=12)
         following = ranks[min(number + 1, len(ranks) - 1)]
         state = dataclasses.replace(
-            state,
-            generation=number + 1,
+            state,  # of generation 0, as no agent has states in memory
             strategy=str(shrunk(Strategy.parse(first), following, report.global_rows)),
             first=first,
             run=report.run,
@@ -129,13 +128,15 @@ def test_auto_resumes_the_run_in_out_and_else_begins_it(
     assert (config.steps, config.seed) == (7, 3)
     with pytest.raises(ConfigError, match=r"resume is auto, .*give --out FOLDER"):
         continued(TrainConfig(resume="auto"))
-    # A later generation takes the launcher's folder, whatever the command says.
+    # Of a script with several runs, the launcher knows the last.
     state = Launched(folder="", strategy="dp3", run=str(tmp_path))
     monkeypatch.setenv(launched.VARIABLE, state.text())
-    config = continued(TrainConfig(out="other", strategy="dp4", nproc=4))
+    config = continued(TrainConfig(strategy="dp4", nproc=4))
     assert (config.resume, config.out) == (str(tmp_path), None)
     assert (config.strategy, config.nproc) == ("dp3", None)
     assert config.batch == BatchConfig(global_size=12, microbatch=4)
+    other = continued(TrainConfig(out="other"))
+    assert (other.resume, other.out) == (None, "other")
     folder.rename(folder.with_suffix(".partial"))
-    other = continued(TrainConfig(resume="other", steps=9))
+    other = continued(TrainConfig(resume="other", out=str(tmp_path), steps=9))
     assert (other.resume, other.out, other.steps) == ("other", str(tmp_path), 9)

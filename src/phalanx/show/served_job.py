@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from phalanx.report.svg import ROW, Box, SvgDrawing
-from phalanx.show.shown import JobRoles
+from phalanx.show.shown import ServedJob
 
 # In pixels.
 PANEL, BETWEEN, WIDEST = 452, 24, 130
@@ -22,13 +22,13 @@ COLOURS: Final = {
 """What a connection carries -> its color."""
 
 
-def height_of_roles(roles: JobRoles) -> float:
+def height_of_roles(roles: ServedJob) -> float:
     """Return the height of the panels, pixels."""
     workers = ROW * (2 + max(len(each) for of in roles.tasks.values() for each in of.values()))
     return 2 * ROW + 3 * (2 * ROW + 6) + workers + 3 * GAP + 16
 
 
-def draw_roles(drawing: SvgDrawing, roles: JobRoles, left: float, top: float) -> None:
+def draw_roles(drawing: SvgDrawing, roles: ServedJob, left: float, top: float) -> None:
     """Draw a panel for each consistency beside each other, with the same connections."""
     drawing.texts([(left, top + 12, roles.title)], weight="bold")
     drawing.key(COLOURS, left + PANEL + BETWEEN, top + 12)
@@ -36,7 +36,7 @@ def draw_roles(drawing: SvgDrawing, roles: JobRoles, left: float, top: float) ->
         _draw_panel(drawing, roles, name, left + number * (PANEL + BETWEEN), top + ROW)
 
 
-def _draw_panel(drawing: SvgDrawing, roles: JobRoles, name: str, left: float, top: float) -> None:
+def _draw_panel(drawing: SvgDrawing, roles: ServedJob, name: str, left: float, top: float) -> None:
     tasks = roles.tasks[name]
     drawing.texts([(left, top + 14, name)])
     servers = [each for each in roles.shapes if each.startswith("server")]

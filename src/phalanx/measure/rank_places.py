@@ -37,11 +37,11 @@ class Placement:
     ranks: Sequence[Mapping[str, Any]]
 
     @property
-    def hosts(self) -> list[range]:
+    def hosts(self) -> list[list[int]]:
         """The ranks of each host."""
         begins = [number for number, rank in enumerate(self.ranks) if rank["local_rank"] == 0]
         ends = [*begins[1:], len(self.ranks)]
-        return [range(begin, end) for begin, end in zip(begins, ends, strict=True)]
+        return [[*range(begin, end)] for begin, end in zip(begins, ends, strict=True)]
 
     @property
     def links(self) -> dict[str, str]:
@@ -60,14 +60,14 @@ class Placement:
     def table(self) -> Table:
         """Return a table with a row for each rank, or of many ranks for each host."""
         coords = np.array(np.unravel_index(range(len(self.ranks)), [*self.axes.values()])).T
-        each = [range(rank, rank + 1) for rank in range(len(self.ranks))]
+        each = [[rank] for rank in range(len(self.ranks))]
         rows = [
             [
                 *(_span(of) for of in (ranks, [self.ranks[r]["local_rank"] for r in ranks])),
                 *([str(self.ranks[ranks[0]]["process"])] if len(ranks) == 1 else [""]),
                 *(str(self.ranks[ranks[0]][name]) for name in ("host", "address", "interface")),
                 _device([self.ranks[rank]["device"] for rank in ranks]),
-                *(_span(of) for of in coords[ranks.start : ranks.stop].T.tolist()),
+                *(_span(of) for of in coords[ranks].T.tolist()),
             ]
             for ranks in (each if len(self.ranks) <= MOST_RANKS else self.hosts)
         ]

@@ -7,7 +7,7 @@ import os
 from phalanx.comm.comm import Ranks
 from phalanx.launch.interface import address_of
 from phalanx.launch.local import run_ranks
-from phalanx.measure.placement import MOST_RANKS, Placement, gathered
+from phalanx.measure.rank_places import MOST_RANKS, Placement, gathered
 from phalanx.report.terminal import text_of
 from phalanx.strategy import Strategy
 

@@ -1,0 +1,147 @@
+"""The checks of a link, on the loopback interface; faults of real links: test_doctor_hosts.py."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable, Generator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from phalanx.errors import TrainingError
+from phalanx.launch import link
+from phalanx.launch.link import Responder
+from phalanx.launch.rank_env import RankEnv
+
+HOST = socket.gethostname()
+
+
+@pytest.fixture
+def port() -> Generator[int]:
+    responder = Responder()
+    yield responder.port
+    responder.close()
+
+
+def test_a_responder_answers_what_a_sound_link_is_asked(port: int) -> None:
+    packet, clock = link.passing("b", "127.0.0.1", port)
+    assert packet.check == "MTU" and not packet.cure
+    assert clock.check == "clock" and abs(clock.values["offset_s"]) < 1.0 and not clock.cure
+    rate = link.bandwidth("b", "127.0.0.1", port)
+    assert rate.values["to_bytes_per_s"] > 1e6 and rate.values["from_bytes_per_s"] > 1e6
+    reached = link.reach("b", "127.0.0.1", port)
+    assert reached.text == f"b:{port} (127.0.0.1) is open" and not reached.cure
+
+
+def test_a_responder_sends_no_more_than_it_is_asked_for(port: int) -> None:
+    with link.asking("127.0.0.1", port, "send 1.0 100000") as connection:
+        assert len(connection.makefile("rb").read()) == 100_000
+    with link.asking("127.0.0.1", port, "remove everything") as connection:
+        assert connection.recv(1) == b""
+
+
+def test_a_refused_port_is_no_firewall() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port = bound.getsockname()[1]
+    finding = link.reach("b", "127.0.0.1", port)
+    assert finding.text.startswith(f"nobody listens at b:{port}") and not finding.cure
+
+
+def test_an_unknown_name_ends_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", resolved_to(None))
+    [finding] = link.way("nowhere")
+    assert finding.is_end
+    assert str(finding) == (
+        f"the name nowhere is unknown on {HOST}; in /etc/hosts of {HOST}, add 'ADDRESS nowhere' "
+        "with the address that `ip -brief address` shows on nowhere, or use the address in place "
+        "of the name"
+    )
+
+
+def test_another_host_is_not_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getaddrinfo", resolved_to("127.0.1.1"))
+    [finding] = link.way("b")
+    assert finding.is_end and f"b resolves to 127.0.1.1, {HOST} itself, on {HOST}" in finding.text
+    assert not next(link.way(HOST)).cure  # a host may know itself by this address
+
+
+def resolved_to(address: str | None) -> Callable[..., object]:
+    def resolve(*_: object, **__: object) -> object:
+        if address is None:
+            raise socket.gaierror(socket.EAI_NONAME, "unknown")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))]
+
+    return resolve
+
+
+def test_one_slow_way_is_a_fault_and_a_fast_link_is_none() -> None:
+    fast, slow = 940e6 / 8, 10e6 / 8
+    assert "only the way from a to b is slow" in link.cure_of_slow("a", "b", slow, fast)
+    assert "only the way from b to a is slow" in link.cure_of_slow("a", "b", fast, slow)
+    assert "use a cable" in link.cure_of_slow("a", "b", slow, slow)
+    assert link.cure_of_slow("a", "b", fast, fast / 2) == ""
+    assert link.cure_of_slow("a", "b", 30 * fast, 3 * fast) == ""  # a busy host
+
+
+def test_echoes_of_the_kernel_are_timed() -> None:
+    times_s = link.ping("127.0.0.1")
+    if times_s is None:
+        pytest.skip("the kernel allows no echoes to this user")
+    assert len(times_s) == link.PINGS and all(0 < each < 1 for each in times_s)
+    finding = link.round_trip([3e-3, 1e-3, 2e-3])
+    assert finding.text == "least 1 ms, median 2 ms, 99 % 3 ms"
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2, 1)])
+def test_each_host_checks_the_link_to_the_next(
+    sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def passing(peer: str, *_: object) -> Generator[link.Finding]:
+        asked.append(peer)
+        yield link.Finding(check="MTU", text="packets vanish", cure="set one MTU", is_end=True)
+
+    monkeypatch.setattr(link, "passing", passing)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=60))
+    raised: list[str] = []
+
+    def check(rank: int, first: int, size: int) -> None:
+        env = RankEnv(rank, sum(sizes), rank - first, size)
+        try:
+            link.check_links(store.clone(), env, "127.0.0.1")
+        except TrainingError as error:
+            raised.append(str(error))
+
+    threads: list[threading.Thread] = []
+    for number, size in enumerate(sizes):
+        first = sum(sizes[:number])
+        for rank in range(first, first + size):
+            threads.append(threading.Thread(target=check, args=(rank, first, size)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    # Of two hosts, one measures; both first ranks say what is wrong.
+    assert len(asked) == (1 if len(sizes) == 2 else len(sizes))
+    assert raised == ["packets vanish; set one MTU"] * len(sizes)
+
+
+def test_a_waiting_rank_says_what_is_wrong_with_the_way_to_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "nowhere")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    monkeypatch.setattr(link, "LIMIT_S", 0.01)
+    said: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr(link, "report", said.put)
+    monkeypatch.setattr(socket, "getaddrinfo", resolved_to(None))
+    with link.explained(RankEnv(1, 2, 0, 1)):
+        words = said.get(timeout=60)
+    assert words.startswith(
+        f"waiting for the job's store: the name nowhere is unknown on {HOST}; in /etc/hosts"
+    )
