@@ -136,7 +136,7 @@ def kill_host(servers: Servers) -> None:
 
 def kill_ssh(servers: Servers) -> None:
     for pid, words in words_of(A).items():
-        if "ssh_client" in words and B in words:
+        if "ssh_client" in words and f" {B} exec" in words:
             os.kill(pid, signal.SIGKILL)
 
 

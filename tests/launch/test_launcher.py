@@ -20,7 +20,7 @@ from phalanx.errors import ConfigError
 from phalanx.launch import launcher
 from phalanx.launch.agent import versions
 from phalanx.launch.hosts import Host, LaunchRequest, parse_hosts
-from phalanx.launch.launcher import Launcher
+from phalanx.launch.launcher import JobLauncher
 
 FAKE = Path(__file__).parents[1] / "fake_agent.py"
 
@@ -36,7 +36,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
     monkeypatch.setattr(launcher, "LAST_WORDS_S", 0.2)
     monkeypatch.setattr(launcher, "PEERS_S", 0.5)
     monkeypatch.setattr(Host, "is_local", False)
-    monkeypatch.setattr(Launcher, "_addresses", lambda *_: ["10.0.0.1"])
+    monkeypatch.setattr(JobLauncher, "_addresses", lambda *_: ["10.0.0.1"])
 
     def run(hosts: str, scenarios: dict[str, Scenario], *command: str, **more: Any) -> int:
         def agent_command(host: Host, request: LaunchRequest, connect_s: float) -> list[str]:
@@ -50,7 +50,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
         monkeypatch.setattr(launcher, "agent_command", agent_command)
         words = command or ("train", "--strategy", "dp4")
         request = LaunchRequest(hosts=parse_hosts(hosts), command=words, folder="/here", **more)
-        return Launcher(request).run()
+        return JobLauncher(request).run()
 
     return run
 

@@ -31,6 +31,7 @@ import multiprocessing
 import os
 import platform
 import re
+import runpy
 import selectors
 import shutil
 import signal
@@ -49,10 +50,11 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final
 
+from phalanx.launch.failure import exit_code_of
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.launched import REPORT, VARIABLE, Launched, read_report
 from phalanx.launch.local import num_cores, prepare_server, server_stopped
-from phalanx.launch.rank_log import keep_printing
+from phalanx.launch.rank_log import flush_streams, keep_printing
 from phalanx.launch.signals import ENDING
 from phalanx.storage import lock
 
@@ -190,7 +192,7 @@ class Rank:
     moved_s: float = field(default_factory=time.monotonic)
 
 
-class Agent:
+class HostAgent:
     """The ranks of this host, from the first message of a launcher until the launcher has gone."""
 
     def __init__(self, channel: Channel) -> None:
@@ -458,11 +460,13 @@ def run_rank(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     sys.argv = ["phalanx", *command]
-    from phalanx.cli.main import main
-
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)
+    code: object = 0
+    try:
+        runpy.run_module("phalanx", run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code
+    flush_streams()
+    os._exit(exit_code_of(code))
 
 
 def host_store(port: int, outputs: list[Connection], line: Connection, folder: str) -> None:
@@ -489,7 +493,7 @@ def main() -> None:
     os.dup2(2, 1)
     channel.keep_pinging()
     with server_stopped():
-        Agent(channel).serve()
+        HostAgent(channel).serve()
     os._exit(0)
 
 
