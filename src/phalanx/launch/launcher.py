@@ -267,6 +267,11 @@ class JobLauncher:
                 return 128 + self._signals[0]
             num_left = sum(host.num_ranks for host in self._hosts)
             now.fewest = now.fewest or self._request.min_ranks or num_left // 2 + 1
+            if num_left < now.fewest and now.generation == 0:
+                raise ConfigError(
+                    f"--min-ranks is {now.fewest}, but the hosts have {num_left} ranks; expected "
+                    f"at most {num_left}"
+                )
             if num_left < now.fewest:
                 run = f"; {now.report.run} has its last state" if now.report else ""
                 report(f"the job ends: {num_left} ranks are left, --min-ranks is {now.fewest}{run}")
@@ -367,7 +372,7 @@ class JobLauncher:
         for remote in unnumbered:
             facts = remote.answers["facts"]
             num_ranks = facts["num_gpus"] or min(2, facts["num_cores"])
-            if rest > 0 and rest % len(unnumbered) == 0:
+            if is_first and rest > 0 and rest % len(unnumbered) == 0:
                 num_ranks = rest // len(unnumbered)
             remote.host = replace(remote.host, num_ranks=num_ranks)
         self._hosts = [remote.host for remote in self._remotes]
