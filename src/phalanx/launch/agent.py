@@ -52,6 +52,7 @@ from typing import Any, Final
 
 from phalanx.launch.failure import exit_code_of
 from phalanx.launch.heartbeat import PULSE
+from phalanx.launch.heartbeat_monitor import is_stopped
 from phalanx.launch.launched import REPORT, VARIABLE, Launched, read_report
 from phalanx.launch.local import num_cores, prepare_server, server_stopped
 from phalanx.launch.rank_log import flush_streams, keep_printing
@@ -383,14 +384,6 @@ class HostAgent:
             rank.process.join()
             self._forget(rank)
         self._awaits_report = False
-
-
-def is_stopped(pid: int | None) -> bool:
-    """Return whether a signal has stopped a process; False off Linux."""
-    with suppress(OSError, IndexError):
-        status = Path(f"/proc/{pid}/stat").read_text()
-        return status.rpartition(")")[2].split()[0] == "T"
-    return False
 
 
 def kill(pid: int | None) -> None:
