@@ -270,8 +270,8 @@ class HostAgent:
         os.environ.update(variables)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `phalanx` does before torch
         sweep(job)
-        self._folder = FOLDERS / f"phalanx-{os.getpid()}-{job}"
-        self._folder.mkdir(mode=0o700)
+        # Random: agents in several containers may have one process id.
+        self._folder = Path(tempfile.mkdtemp(f"-{job}", f"phalanx-{os.getpid()}-", FOLDERS))
         self._lock = (self._folder / LOCK).open("wb")
         lock(self._lock.fileno())
         # The forkserver's sockets are in this folder too. Private; see rank.py.
@@ -396,14 +396,18 @@ def kill(pid: int | None) -> None:
 
 def sweep(job: str = "") -> None:
     """Remove the folders of agents that were killed, and kill the one that `job` had before."""
-    for folder in FOLDERS.glob("phalanx-*-*"):
-        _, pid, name = folder.name.split("-", 2)
+    for folder in FOLDERS.glob("phalanx-*-*-*"):
+        _, pid, _, name = folder.name.split("-", 3)
         with suppress(OSError, ValueError):
             with (folder / LOCK).open("rb") as file:
                 is_living = lock(file.fileno()) is False
             if not is_living:
                 shutil.rmtree(folder, ignore_errors=True)
-            elif name == job and b"phalanx.launch" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            elif (
+                name == job
+                and int(pid) != os.getpid()
+                and b"phalanx.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            ):
                 os.kill(int(pid), signal.SIGKILL)  # its ranks end with it, and remove its folder
 
 

@@ -132,7 +132,7 @@ class Remote:
         process.stdin.close()
         process.stdout.close()
         variables = dict(request.variables)
-        self.channel.send("settings", job=f"{job}.{host.name}", variables=variables)
+        self.channel.send("settings", job=f"{job}.{host.name[:24]}", variables=variables)
         self.channel.keep_pinging()
 
     def end(self, limit_s: float) -> None:
