@@ -106,7 +106,7 @@ class TextSession(Session):
             fill: FirstWeights = (
                 functools.partial(fill_initial, job.shape, job.config.seed)
                 if self.start is None  # else the checkpoint has all weights
-                else lambda *_: None
+                else lambda shard, _name, _full, _offset: shard
             )
             runner = self.plan.build(comm, fill)
         if job.init is not None:
