@@ -169,20 +169,23 @@ def until_named(words: str, commands: Sequence[list[str]]) -> str:
     def read(process: subprocess.Popen[str]) -> None:
         nonlocal num_open
         assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if re.search(words, line):
-                is_over.set()
+        with process.stdout:
+            for line in process.stdout:
+                lines.append(line)
+                if re.search(words, line):
+                    is_over.set()
         num_open -= 1
         if not num_open:
             is_over.set()
 
-    for process in processes:
-        threading.Thread(target=read, args=(process,), daemon=True).start()
+    threads = [threading.Thread(target=read, args=(each,)) for each in processes]
+    for thread in threads:
+        thread.start()
     is_over.wait(240)
-    for process in processes:
+    for process, thread in zip(processes, threads, strict=True):
         process.kill()
         process.wait()
+        thread.join()
     return "".join(lines)
 
 

@@ -41,14 +41,17 @@ TEST_TIMEOUT_S: Final = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig:
-    """Check the installation: show versions, devices and backends, and connect two processes."""
+    """Check the installation: show versions, devices and backends, and connect two processes.
+
+    With --peer or --hosts check hosts, and the links between them, each fault with its cure.
+    """
 
     peer: str | None = None
     """Check the link to this host: name, route, ports, MTU, clocks, versions, bandwidth."""
     hosts: str | None = None
     """Check the links of all pairs of these hosts: a:2,b:2 with numbers of ranks, or a file."""
     listen: bool = False
-    """Answer --peer of another host, which then needs no ssh to this one."""
+    """Answer --peer of other hosts, without ssh; for a network whose hosts you trust."""
     port: Annotated[int, Range(1, 65535, "[]")] = 29500
     """Port of --listen, and of the store of the job."""
     out: str = "runs"
@@ -91,13 +94,14 @@ def _of_hosts(config: DoctorConfig) -> int:
         examination.run()
     except OSError as error:
         raise ConfigError(f"a host is lost: {error}") from None
-    terminal.show(examination.matrix())
+    if any("TCP" in values for values in examination.links.values()):
+        terminal.show(examination.matrix())
     if path is not None:
         examination.keep(path)
         terminal.show(Line(f"wrote {path}", wraps=False))
     if config.json:
         print_json(examination)
-    return 1 if examination.num_faults else 0
+    return 1 if any(finding.cure for _, finding in examination.findings) else 0
 
 
 def examine() -> dict[str, Any]:

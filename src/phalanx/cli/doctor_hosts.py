@@ -8,9 +8,9 @@ An agent answers on each host: in this process, at `phalanx doctor --listen`, or
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import platform
 import re
 import resource
 import secrets
@@ -25,13 +25,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib import metadata
-from itertools import combinations, permutations
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from phalanx.account import host as memory
 from phalanx.errors import ConfigError
 from phalanx.launch import link
+from phalanx.launch.agent import versions
 from phalanx.launch.hosts import Host, LaunchRequest
 from phalanx.launch.launcher import agent_command, why_no_agent
 from phalanx.launch.link import Finding, Responder
@@ -40,9 +40,9 @@ from phalanx.planner import calibration_file
 from phalanx.planner.calibration_file import Calibration
 from phalanx.planner.machine import Level, Link
 from phalanx.report.output import values_of
-from phalanx.report.tabular import Cell, Line, Table
+from phalanx.report.tabular import Line, Table
 from phalanx.report.terminal import Terminal
-from phalanx.report.units import GIB, size_text, time_text
+from phalanx.report.units import GIB, MIB, size_text, time_text
 from phalanx.storage import existing
 
 if TYPE_CHECKING:
@@ -51,16 +51,11 @@ if TYPE_CHECKING:
 TORCH_S: Final = 60.0
 """Longest time, in seconds, of the checks that load torch."""
 
-LEAST_FREE: Final = 100 << 20
-"""Bytes below which a disk counts as full."""
-
-SHOWN: Final = 4
-"""Most sound findings of one check that are printed."""
-
 MARK: Final = ".phalanx-doctor-"
 """Begin of the name of a file that shows whether hosts see one folder."""
 
 Values = dict[str, Any]
+Actions = Mapping[str, Callable[..., Any]]
 Findings = list[tuple[str, Finding]]
 """Findings, each of a host, "a", or of a link, "a b"."""
 
@@ -70,17 +65,16 @@ Findings = list[tuple[str, Finding]]
 
 def facts(out: str) -> Values:
     """Return name, versions and limits of this host, without loading torch."""
-    versions, folder = {"Python": platform.python_version()}, existing(Path(out))
-    names = {"phalanx": "phalanx-train", "torch": "torch", "NCCL": "nvidia-nccl-cu12"}
-    for name, package in (*names.items(), ("NCCL", "nvidia-nccl-cu13")):
+    package_versions, folder = versions(), existing(Path(out))
+    for package in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
         with suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(package)
-    with suppress(OSError, AttributeError):
-        driver = re.search(r"\d+\.[\d.]+", Path("/proc/driver/nvidia/version").read_text())
-        versions["driver"] = driver[0] if driver else "unknown"
+            package_versions["NCCL"] = metadata.version(package)
+    with suppress(OSError):
+        driver = Path("/proc/driver/nvidia/version").read_text()
+        package_versions["driver"] = " ".join(re.findall(r" (\d+\.[\d.]+) ", driver)[:1])
     return {
         "name": socket.gethostname(),
-        "versions": versions,
+        "versions": package_versions,
         "num_cores": num_cores(),
         "memory_bytes": memory.free_memory_bytes(),
         "most_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
@@ -93,7 +87,7 @@ _responders: list[Responder] = []
 
 
 def respond(ports: list[int]) -> list[int]:
-    """Answer the checks of other hosts at those of `ports` that are free, and at no other."""
+    """Answer the checks of other hosts at the free ones among `ports` only."""
     while _responders:
         _responders.pop().close()
     for port in ports:
@@ -123,29 +117,23 @@ def sees(folder: str, name: str) -> bool:
 
 
 def in_torch(**arguments: Any) -> Values:
-    """Return the environment, and the links that `_in_torch` times, from a process of its own."""
+    """Return the result of `_in_torch` from a process of its own, or its error."""
     command = [sys.executable, "-P", "-m", "phalanx.cli.doctor_hosts", json.dumps(arguments)]
-    environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    if arguments["interface"]:
-        environment["GLOO_SOCKET_IFNAME"] = arguments["interface"]
-    try:
+    variables = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": arguments["interface"]}
+    environment = os.environ | {name: value for name, value in variables.items() if value}
+    with suppress(subprocess.TimeoutExpired):
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=TORCH_S, env=environment
         )
-    except subprocess.TimeoutExpired:
-        return {"error": f"it has not ended in {TORCH_S:g} s"}
-    lines = (done.stderr if done.returncode else done.stdout).strip().splitlines()
-    return (
-        {"error": lines[-1] if lines else "no output"} if done.returncode else json.loads(lines[-1])
-    )
+        lines = (done.stderr if done.returncode else done.stdout).splitlines()
+        return {"error": lines[-1]} if done.returncode else json.loads(lines[-1])
+    return {"error": f"it has not ended in {TORCH_S:g} s"}
 
 
 def _in_torch(arguments: Values) -> Values:
     """Time messages of gloo, and with GPUs of NCCL, from each host to each, as one of the ranks.
 
-    Returns:
-        environment: `measure.environment.environment()`.
-        links: backend -> target's rank -> latency in seconds, and bytes per second.
+    Returns `environment`, and by backend and target's rank `links`: seconds and bytes per second.
     """
     import torch
     import torch.distributed as dist
@@ -164,7 +152,7 @@ def _in_torch(arguments: Values) -> Values:
         own_store = dist.PrefixStore(backend, store)
         join.join(rank, num, store=own_store, device=device, timeout_s=TORCH_S / 2)
         has_gpus = store.add("GPUs", 0) == num  # before the last barrier: rank 0 has the store
-        for source, target in permutations(range(num), 2):
+        for source, target in itertools.permutations(range(num), 2):
             if rank not in (source, target):
                 continue
             whole = torch.zeros(sizes[source][target], dtype=torch.uint8, device=device)
@@ -192,28 +180,28 @@ def _in_torch(arguments: Values) -> Values:
     return result
 
 
-OF_STRANGERS: Final[Mapping[str, Callable[..., Any]]] = {
+OF_STRANGERS: Final[Actions] = {
     "hello": lambda: "phalanx",
     **{of.__name__: of for of in (facts, respond, sees, in_torch)},
     **{of.__name__: of for of in (link.way, link.reach, link.passing, link.bandwidth)},
 }
 """What `--listen` does for whoever reaches its port: nothing that changes this host."""
 
-ACTIONS: Final = {**OF_STRANGERS, "mark": mark}
+ACTIONS: Final[Actions] = {**OF_STRANGERS, "mark": mark}
 """Name -> what an agent does for its own doctor."""
 
 
-def act(actions: Mapping[str, Callable[..., Any]], do: str, **arguments: Any) -> Any:
-    """Return what an action returns, as plain values; of a generator, the list of its findings."""
-    result = actions[do](**arguments)
-    return values_of([*result] if isinstance(result, Iterator) else result)
-
-
-def answer(requests: IO[str], answers: IO[str], actions: Mapping[str, Callable[..., Any]]) -> None:
+def answer(requests: IO[str], answers: IO[str], actions: Actions) -> None:
     """Do what each line asks, until the lines end."""
     for line in requests:
         answers.write(json.dumps({"answer": act(actions, **json.loads(line))}) + "\n")
         answers.flush()
+
+
+def act(actions: Actions, do: str, **arguments: Any) -> Any:
+    """Return what an action returns, as plain values; of a generator, the list of its findings."""
+    result = actions[do](**arguments)
+    return values_of([*result] if isinstance(result, Iterator) else result)
 
 
 def listen(port: int, terminal: Terminal) -> None:
@@ -236,7 +224,7 @@ def listen(port: int, terminal: Terminal) -> None:
         with (
             connection,
             connection.makefile("rw") as lines,
-            suppress(OSError, ValueError, LookupError),
+            suppress(OSError, ValueError, LookupError, TypeError),
         ):
             connection.settimeout(TORCH_S)  # whoever is silent for longer is no doctor
             answer(lines, lines, OF_STRANGERS)
@@ -245,7 +233,7 @@ def listen(port: int, terminal: Terminal) -> None:
 # What the doctor asks.
 
 
-class Agent:
+class AgentClient:
     """The agent of a host, which this process asks; without streams, this process is the agent."""
 
     def __init__(self, name: str, answers: IO[str] | None = None, requests: Any = None) -> None:
@@ -274,33 +262,34 @@ class Agent:
         return [(f"{self.name} {peer}", Finding(**each)) for each in answers]
 
 
-def by_port(name: str, port: int) -> Agent | None:
+def by_port(name: str, port: int) -> AgentClient | None:
     """Return the agent of `phalanx doctor --listen` on a host, if it listens."""
     with suppress(OSError, ValueError):
         connection = socket.create_connection((name, port), link.LIMIT_S)
         lines = connection.makefile("rw")
-        agent = Agent(name, lines, lines)
+        agent = AgentClient(name, lines, lines)
         if agent.ask("hello") == "phalanx":
             connection.settimeout(None)
             return agent
     return None
 
 
-def by_ssh(host: Host, ssh: str) -> tuple[Agent | None, Finding]:
+def by_ssh(host: Host, ssh: str) -> tuple[AgentClient | None, Finding]:
     """Start an agent on a host, in the folder and by the Python of this process."""
     folder = os.getcwd()
     request = LaunchRequest(hosts=(host,), command=(), folder=folder, ssh=tuple(shlex.split(ssh)))
     command = agent_command(host, request, module="phalanx.cli.doctor_hosts")
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    agent = Agent(host.name, process.stdout, process.stdin)
+    agent = AgentClient(host.name, process.stdout, process.stdin)
     with suppress(OSError):
         agent.ask("hello")
         return agent, Finding(check="ssh", text=f"{host.name} is reached without a password")
-    errors = process.communicate()[1]
-    cure = "or start on it: phalanx doctor --listen"
-    why = why_no_agent(host, process.returncode, errors, folder)
-    return None, Finding(check="ssh", text=why, cure=cure, is_end=True)
+    why = why_no_agent(host, process.wait(), process.communicate()[1], folder)
+    cure = f"{why}; or start by hand on {host.name}: phalanx doctor --listen"
+    return None, Finding(
+        check="ssh", text=f"no agent starts on {host.name}", cure=cure, is_end=True
+    )
 
 
 class Examination:
@@ -316,16 +305,11 @@ class Examination:
         """Prepare the checks of hosts, by the options of the command line."""
         self._known = {host.name: host for host in hosts}
         self._config, self._terminal = config, terminal
-        self._agents = {each.name: Agent(each.name) for each in hosts if each.is_local}
+        self._agents = {each.name: AgentClient(each.name) for each in hosts if each.is_local}
         self._broken: set[frozenset[str]] = set()
         self.findings: Findings = []
         self.hosts: dict[str, Values] = {}
         self.links: dict[tuple[str, str], Values] = {}
-
-    @property
-    def num_faults(self) -> int:
-        """The number of findings with a cure."""
-        return sum(bool(finding.cure) for _, finding in self.findings)
 
     def as_dict(self) -> Values:
         """Return the document for --json: hosts, links, findings and the number of faults."""
@@ -333,7 +317,7 @@ class Examination:
             "hosts": self.hosts,
             "links": [{"from": a, "to": b, **values} for (a, b), values in self.links.items()],
             "findings": [{"of": of, **vars(finding)} for of, finding in self.findings],
-            "num_faults": self.num_faults,
+            "num_faults": sum(bool(finding.cure) for _, finding in self.findings),
         }
 
     def _show(self, findings: Iterable[tuple[str, Finding]]) -> None:
@@ -341,15 +325,18 @@ class Examination:
         findings = [*findings]
         self.findings += findings
         for of, each in findings:
-            names = of.split(" ")
+            a, _, b = of.partition(" ")
             if each.is_end:
-                self._broken.add(frozenset(names))
-            elif {*names} <= {*self._known} and len(names) == 2 and each.check != "TCP":
-                self.links.setdefault((names[0], names[1]), {}).update(each.values)
+                self._broken.add(frozenset((a, b)))
+            elif each.check == "TCP":
+                self.links[a, b]["TCP"] = each.values["to_bytes_per_s"]
+                self.links[b, a]["TCP"] = each.values["from_bytes_per_s"]
+            elif {a, b} <= {*self._known}:
+                self.links.setdefault((a, b), {}).update(each.values)
         for check in dict.fromkeys(each.check for _, each in findings):
             of_check = [each for _, each in findings if each.check == check]
             sound = [each.text for each in of_check if not each.cure]
-            if len(sound) > SHOWN:
+            if len(sound) > 4:
                 sound = [f"{len(sound)} of {len(of_check)}, such as: {sound[0]}"]
             rows = [("ok", "green", "\n".join(sound))] if sound else []
             faults = [f"{each.text}\ncure: {each.cure}" for each in of_check if each.cure]
@@ -360,7 +347,9 @@ class Examination:
     def _pairs(self) -> list[tuple[str, str]]:
         """Return the pairs of hosts with agents, between which nothing is broken so far."""
         names = [name for name in self._known if name in self._agents]
-        return [pair for pair in combinations(names, 2) if frozenset(pair) not in self._broken]
+        return [
+            pair for pair in itertools.combinations(names, 2) if frozenset(pair) not in self._broken
+        ]
 
     def run(self) -> None:
         """Make all checks; a link that one check breaks has no later ones.
@@ -368,181 +357,167 @@ class Examination:
         Raises:
             OSError: a host is lost meanwhile.
         """
-        config, local = self._config, Agent(next(iter(self._agents), socket.gethostname()))
+        config, agents = self._config, self._agents
+        local = AgentClient(next(iter(agents), socket.gethostname()))
         # From this host to each, which needs no agent there; then an agent on each.
         for name, host in self._known.items():
-            if name not in self._agents:
+            if name not in agents:
                 self._show(local.findings("way", name))
                 if frozenset((local.name, name)) not in self._broken:
                     self._start_agent(local.name, host)
         both = [pair for a, b in self._pairs() for pair in ((a, b), (b, a))]
-        ways = [self._agents[a].findings("way", b) for a, b in both if (a, b) not in self.links]
+        ways = [agents[a].findings("way", b) for a, b in both if (a, b) not in self.links]
         self._show(each for way in ways for each in way)
-        asked = {name: agent.ask("facts", out=config.out) for name, agent in self._agents.items()}
+        if len(agents) < 2:
+            return
+        asked = {name: agent.ask("facts", out=config.out) for name, agent in agents.items()}
         self.hosts = {name: asked[name] for name in self._known if name in asked}
         self._show(self._of_hosts())
         # The port of the store, and one that the kernel chooses, as for gloo and NCCL.
         ports = {
-            name: agent.ask("respond", ports=[config.port, 0])
-            for name, agent in self._agents.items()
+            name: agent.ask("respond", ports=[config.port, 0]) for name, agent in agents.items()
         }
-        stream = {"seconds": 1.0, "num_bytes": 1 << 40, "tries": 2}
-        for check, options in (("reach", {}), ("passing", {}), ("bandwidth", stream)):
-            findings: Findings = []
-            for a, b in self._pairs():
-                for source, target in ((a, b), (b, a)) if check == "reach" else ((a, b),):
-                    for port in ports[target] if check == "reach" else ports[target][-1:]:
-                        findings += self._agents[source].findings(
-                            check,
-                            target,
-                            address=self._address(source, target),
-                            port=port,
-                            **options,
-                        )
-                        if findings[-1][1].is_end:
-                            break
-            self._show(findings)
-            for of, finding in findings:
-                if finding.check == "TCP":
-                    a, b = of.split(" ")
-                    self.links[a, b]["TCP"] = finding.values["to_bytes_per_s"]
-                    self.links[b, a]["TCP"] = finding.values["from_bytes_per_s"]
-        for agent in self._agents.values():
+        reached: Findings = []
+        for a, b in self._pairs():
+            for source, target in ((a, b), (b, a)):
+                for port in ports[target]:
+                    address = self.links[source, target]["address"]
+                    reached += agents[source].findings("reach", target, address=address, port=port)
+                    if reached[-1][1].is_end:
+                        break
+        self._show(reached)
+        for check, options in (("passing", {}), ("bandwidth", {"num_bytes": 1 << 40, "tries": 2})):
+            measured: Findings = []
+            for a, b in self._pairs():  # one of a pair asks, for both ways
+                at = {"address": self.links[a, b]["address"], "port": ports[b][-1]}
+                measured += agents[a].findings(check, b, **at, **options)
+            self._show(measured)
+        for agent in agents.values():
             agent.ask("respond", ports=[])
         self._measure_in_torch(next(iter(ports.values()))[-1])
 
-    def _address(self, source: str, target: str) -> str:
-        return self.links[source, target]["address"]
-
     def _start_agent(self, local: str, host: Host) -> None:
-        may_listen, finding = self._config.peer is not None, None
-        agent = by_port(host.name, self._config.port) if may_listen else None
+        may_listen, port = self._config.peer is not None, self._config.port
+        agent = by_port(host.name, port) if may_listen else None
         if agent is None:
             agent, finding = by_ssh(host, self._config.ssh)
             self._show([(f"{local} {host.name}", finding)])
+            if agent is None and may_listen:  # does a firewall drop the port of --listen?
+                self._show(
+                    (f"{local} {host.name}", each) for each in [*link.way(host.name, port)][-1:]
+                )
         if agent is not None:
             self._agents[host.name] = agent
-        elif may_listen:  # does nobody listen, or does a firewall drop the port?
-            *_, last = link.way(host.name, self._config.port)
-            self._show([(f"{local} {host.name}", last)])
 
     def _of_hosts(self) -> Iterator[tuple[str, Finding]]:
         """Compare versions, limits and the folder of the run between the hosts."""
+        from phalanx.comm.join import num_files
+
         (first, facts_of_first), *others = self.hosts.items()
         for name, its in others:
             if its["name"] == facts_of_first["name"]:
                 text = f"the host name of {first} and {name} is {its['name']}"
                 cure = "sudo hostnamectl set-hostname ANOTHER on one, and in /etc/hosts"
                 yield name, Finding(check="name", text=text, cure=cure)
-            for package in facts_of_first["versions"] | its["versions"]:
-                one, other = (
-                    each["versions"].get(package, "missing").partition("+")[0]
-                    for each in (facts_of_first, its)
-                )
+            both = facts_of_first["versions"], its["versions"]
+            for package in both[0] | both[1]:
+                one, other = (each.get(package, "missing") for each in both)
                 if one != other and package != "driver":
                     text = f"{package} is {one} on {first}, but {other} on {name}"
                     cure = "install the same on both, for example by a copy of the environment"
                     yield name, Finding(check="versions", text=text, cure=cure)
         texts = [", ".join(map(" ".join, its["versions"].items())) for its in self.hosts.values()]
         yield "", Finding(check="versions", text="\n".join(dict.fromkeys(texts)))
-        from phalanx.comm.join import num_files
-
-        total = sum(
-            self._known[name].num_ranks or its["num_cores"] for name, its in self.hosts.items()
-        )
+        total = sum(self._known[of].num_ranks or its["num_cores"] for of, its in self.hosts.items())
+        most, least = min((its["most_files"], name) for name, its in self.hosts.items())
         needed = num_files({"dp": total}, total, "cpu")
-        least = min(self.hosts, key=lambda name: self.hosts[name]["most_files"])
-        most = self.hosts[least]["most_files"]
-        line = f"'* hard nofile {max(4096, needed)}' to /etc/security/limits.conf"
+        cure = f"on {least}, add '* hard nofile {max(4096, needed)}' to /etc/security/limits.conf"
         yield (
             least,
             Finding(
                 check="files",
                 text=f"a process may open {most:,} files on {least}; {total} ranks need {needed:,}",
-                cure=f"on {least}, add {line}, and log in again" if most < needed else "",
+                cure=f"{cure}, and log in again" if most < needed else "",
             ),
         )
         for name, its in self.hosts.items():
             gib = its["memory_bytes"] / GIB
             text = f"{name}: {its['num_cores']} cores, {gib:.1f} GiB of free memory"
             yield name, Finding(check="machine", text=text)
-        yield from self._of_folder()
-
-    def _of_folder(self) -> Iterator[tuple[str, Finding]]:
-        """Check by a file that the folder of the run is one on all hosts, and that it has space."""
-        owner = next(name for name in self._agents if name in self.hosts)  # this host, if it is one
-        folder, name = self.hosts[owner]["folder"], f"{MARK}{secrets.token_hex(8)}"
-        why = self._agents[owner].ask("mark", folder=folder, name=name)
+        # The folder of the run is one on all hosts, if all see a file that one of them writes.
+        owner = next(iter(self._agents))  # this host, if it takes part
+        folder, file = self.hosts[owner]["folder"], f"{MARK}{secrets.token_hex(8)}"
+        why = self._agents[owner].ask("mark", folder=folder, name=file)
         for host, its in self.hosts.items():
             text, cure = f"{folder} on {host} has {size_text(its['free_bytes'])} left", ""
-            if its["free_bytes"] < LEAST_FREE or (host == owner and why):
+            if its["free_bytes"] < 100 * MIB or (host == owner and why):
                 text += f": {why}" if host == owner and why else ""
                 cure = "make room, or give another folder (--out)"
-            elif not why and not self._agents[host].ask("sees", folder=folder, name=name):
+            elif not why and not self._agents[host].ask("sees", folder=folder, name=file):
                 text = f"{folder} on {host} is not the folder of {owner} with this name"
                 cure = (
-                    f"share it, such as by NFS (on {owner} an export in /etc/exports, on {host} "
-                    f"sudo mount {owner}:{folder} {folder}), or give a shared folder (--out)"
+                    f"share it, such as by NFS (on {owner} a line of /etc/exports, on {host} sudo "
+                    f"mount {owner}:{folder} {folder}), or give a shared folder (--out)"
                 )
             yield host, Finding(check="folder", text=text, cure=cure)
         if not why:
-            self._agents[owner].ask("mark", folder=folder, name=name)
+            self._agents[owner].ask("mark", folder=folder, name=file)
 
     def _measure_in_torch(self, port: int) -> None:
         """Ask all hosts at once for devices, backends, and the links as gloo and NCCL use them."""
-        names = [*self.hosts]
-        is_whole = len(names) > 1 and len(self._pairs()) * 2 == len(self._known) * (len(names) - 1)
-        sizes = [
-            [min(max(int(self.links.get((a, b), {}).get("TCP", 0) / 4), 1 << 18), 1 << 25)
-             for b in names] for a in names
-        ]  # fmt: skip
+        names, links = [*self.hosts], self.links
+        is_whole = 1 < len(names) == len(self._known) and not self._broken
+        rates = [[links.get((a, b), {}).get("TCP", 0) for b in names] for a in names]
+        sizes = [[int(min(max(rate / 4, 1 << 18), 1 << 25)) for rate in of] for of in rates]
+        requests = [
+            {
+                "interface": links[name, names[not rank]]["interface"] if is_whole else "",
+                "address": links[name, names[0]]["address"] if is_whole and rank else "127.0.0.1",
+                **{"rank": rank, "num": len(names) if is_whole else 1},
+                **{"port": port, "sizes": sizes},
+            }
+            for rank, name in enumerate(names)
+        ]
         with ThreadPoolExecutor(len(names)) as threads:
-            answers = [
-                threads.submit(
-                    self._agents[name].ask, "in_torch", rank=rank, sizes=sizes, port=port,
-                    num=len(names) if is_whole else 1,
-                    address=self._address(name, names[0]) if is_whole and rank else "127.0.0.1",
-                    interface=self.links[name, names[not rank]]["interface"] if is_whole else "",
-                )
-                for rank, name in enumerate(names)
-            ]  # fmt: skip
+            asked = [
+                threads.submit(self._agents[name].ask, "in_torch", **request)
+                for name, request in zip(names, requests, strict=True)
+            ]
         findings: Findings = []
-        for name, values in zip(names, (each.result() for each in answers), strict=True):
+        for name, values in zip(names, (each.result() for each in asked), strict=True):
             if "error" in values:
-                text = f"{name}: {values['error']}"
                 cure = "a rank of gloo or NCCL fails so in a run too; see docs/debugging.md"
-                findings.append((name, Finding(check="backends", text=text, cure=cure)))
+                finding = Finding(check="backends", text=f"{name}: {values['error']}", cure=cure)
+                findings.append((name, finding))
                 continue
             environment = self.hosts[name]["environment"] = values["environment"]
             backends = ", ".join(of for of, has in environment["backends"].items() if has)
             gpus = ", ".join(gpu["name"] for gpu in environment["gpus"]) or "no GPU"
             findings.append((name, Finding(check="backends", text=f"{name}: {backends}; {gpus}")))
-            for backend, rates in values["links"].items():
-                for other, values_of_link in rates.items():
-                    self.links[name, names[int(other)]][backend] = values_of_link
-        for a, b in self._pairs():
-            to, back = self.links[a, b], self.links[b, a]
-            for backend in ("gloo", "NCCL"):
-                if backend in to and backend in back:
-                    text = link.both_ways(a, b, to[backend][1], back[backend][1])
-                    findings.append((f"{a} {b}", Finding(check=backend, text=text)))
+            for backend, timed in values["links"].items():
+                for other, latency_and_rate in timed.items():
+                    links[name, names[int(other)]][backend] = latency_and_rate
+        for (a, b), backend in itertools.product(self._pairs(), ("gloo", "NCCL")):
+            if backend in (to := links[a, b]) and backend in (back := links[b, a]):
+                text = link.both_ways(a, b, to[backend][1], back[backend][1])
+                findings.append((f"{a} {b}", Finding(check=backend, text=text)))
         self._show(findings)
 
     def matrix(self) -> Table:
         """Return round trip and bandwidth of TCP from each host to each, and the slowest link."""
-        rows: list[list[Cell]] = []
-        for source in self.hosts:
-            cells: list[Cell] = [Line(source, "bold")]
-            for target in self.hosts:
-                values: Values = self.links.get((source, target), {})
-                parts = [time_text(values["median_s"])] if "median_s" in values else []
-                parts += [link.rate_text(values["TCP"])] if "TCP" in values else []
-                cells.append(", ".join(parts))
-            rows.append(cells)
         rates = {pair: values["TCP"] for pair, values in self.links.items() if "TCP" in values}
-        slowest = min(rates, key=lambda pair: rates[pair], default=None)
-        note = "" if slowest is None else f"slowest: {' to '.join(slowest)}, "
-        note += "" if slowest is None else link.rate_text(rates[slowest])
+        rows = [
+            [source, *(
+                f"{time_text(self.links[source, target].get('median_s', 0))}, "
+                f"{link.rate_text(rates[source, target])}"
+                if (source, target) in rates else "" for target in self.hosts
+            )]
+            for source in self.hosts
+        ]  # fmt: skip
+        note = ""
+        if rates:
+            source, target = min(rates, key=lambda pair: rates[pair])
+            note = f"slowest: {source} to {target}, {link.rate_text(rates[source, target])}"
         title = "Round trip, and bandwidth from each host (row) to each"
         return Table(title, ["", *self.hosts], rows, note=note)
 
@@ -554,18 +529,18 @@ class Examination:
         """
         num_hosts, links = len(self._known), [*self.links.values()]
         backend = "NCCL" if all("NCCL" in each for each in links) else "gloo"
-        rates = [each[backend] for each in links if backend in each]
-        if len(rates) != num_hosts * (num_hosts - 1):
+        timed = [each[backend] for each in links if backend in each]
+        if not timed or len(timed) != num_hosts * (num_hosts - 1):
             raise ConfigError(f"{path} is not written: the faults above keep links unmeasured")
         environment = next(iter(self.hosts.values()))["environment"]
         gpus, cpu = environment["gpus"], environment["cpu"]
         num_here = len(gpus) if backend == "NCCL" else cpu["num_cores"]
         # The ranks of a host share its link.
-        num_sharing = max([1, *(host.num_ranks for host in self._known.values())])
+        num_sharing = max(1, len(gpus), *(host.num_ranks for host in self._known.values()))
         between = Link(
             name=f"{backend} between hosts",
-            bandwidth=min(rate for _, rate in rates) / max(num_sharing, len(gpus)),
-            latency_s=max(latency_s for latency_s, _ in rates),
+            bandwidth=min(rate for _, rate in timed) / num_sharing,
+            latency_s=max(latency_s for latency_s, _ in timed),
             source="measured by phalanx doctor",
             date=time.strftime("%Y-%m"),
         )

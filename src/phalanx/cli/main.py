@@ -45,7 +45,7 @@ VERBS: Final[Mapping[str, str]] = {
     "report": "say where time, bytes and memory of a run went, beside the plan; compare runs",
     "plan": "find the fastest strategies that fit a model on a cluster, by pricing them",
     "show": "run a method on ranks, step by step; or show devices and clusters of the catalogue",
-    "doctor": "check the installation",
+    "doctor": "check the installation; with --peer or --hosts, hosts and the links between them",
     "convert": "turn Hugging Face weights into a checkpoint, or back",
     "generate": "continue prompts with a trained model, on the screen",
     "serve": "serve a trained model over HTTP with an OpenAI-compatible API",

@@ -17,6 +17,7 @@ import math
 import os
 import select
 import socket
+import socketserver
 import statistics
 import struct
 import threading
@@ -27,6 +28,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from typing_extensions import override
 
 from phalanx.errors import TrainingError
 from phalanx.launch import interface
@@ -40,30 +43,20 @@ LIMIT_S: Final = 3.0
 """Longest wait, in seconds, for one answer of another host or of a name server."""
 
 PINGS: Final = 20
-PING_INTERVAL_S: Final = 0.01
-
 CLOCK_S: Final = 5.0
 """Offset of two clocks, in seconds, from which it is a fault."""
 
-SLOW_BYTES_PER_S: Final = 50e6 / 8
-"""Bandwidth below which a link is a fault; also one way below ONE_WAY of the other way."""
+SLOW: Final = 50e6 / 8
+"""Bytes per second below which a link is slow; one way is, below a third of the other, up to BUSY:
+differences of faster links are load of the hosts."""
 
-ONE_WAY: Final = 1 / 3
-FAST_BYTES_PER_S: Final = 900e6 / 8
-"""Bandwidth from which differences between both ways are load of the hosts, and no fault."""
-
-QUICK_BYTES: Final = 1 << 20
-QUICK_S: Final = 1.0
-"""Most bytes, and seconds, of the measurement of a link by a run."""
+BUSY: Final = 900e6 / 8
 
 PACKETS: Final = (8948, 1448, 1420, 1400, 1372, 1348, 1300, 1220, 1000, 500, 200)
-"""Bytes of TCP segments that are tried if the largest of a connection does not arrive."""
+"""Bytes in a packet of TCP that are tried if the most that a connection allows do not arrive."""
 
-TCP_BYTES: Final = 52
-"""Bytes of the headers of a TCP segment with a time stamp."""
-
-_SO_TIMESTAMPNS: Final = 35
-_COMMAND_BYTES: Final = 100
+HEADERS: Final = 52
+"""Further bytes of such a packet: IP, TCP and its time stamp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +147,7 @@ def reach(peer: str, address: str, port: int, *, is_alive: bool = True) -> Findi
     """
     source = interface.address_towards(address)
     where = f"{peer}:{port}" if address == peer else f"{peer}:{port} ({address})"
-    open_it = (
+    cure = (
         f"on {peer}, open all TCP ports to {source}: sudo ufw allow from {source}, or sudo "
         f"firewall-cmd --zone=trusted --add-source={source}"
     )
@@ -164,18 +157,14 @@ def reach(peer: str, address: str, port: int, *, is_alive: bool = True) -> Findi
     except ConnectionRefusedError:
         return Finding(check="port", text=f"nobody listens at {where}; no firewall drops it")
     except OSError as error:
-        code, reason = error.errno, error.strerror
-    if code in (errno.ENETUNREACH, errno.EHOSTUNREACH):
-        if is_alive:
-            text, cure = f"a firewall rejects connections to {where}", open_it
+        if error.errno not in (errno.ENETUNREACH, errno.EHOSTUNREACH):
+            text = f"connections to {where} get no answer in {LIMIT_S:g} s: a firewall drops them"
+            text += "" if is_alive else f", or {peer} is off"
+        elif is_alive:
+            text = f"a firewall rejects connections to {where}"
         else:
-            text = f"no host answers at {where}: {reason}"
+            text = f"no host answers at {where}: {error.strerror}"
             cure = f"check that {peer} is on, its cable and its address (`ip -brief address` on it)"
-    else:
-        text = f"connections to {where} get no answer in {LIMIT_S:g} s: a firewall drops them"
-        cure = open_it
-        if not is_alive:
-            text += f", or {peer} is off"
     return Finding(check="port", text=text, cure=cure, is_end=True)
 
 
@@ -190,7 +179,7 @@ def ping(address: str) -> list[float] | None:
         except OSError:  # the kernel allows it to root, or to groups of net.ipv4.ping_group_range
             continue
         with probe, suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+            probe.setsockopt(socket.SOL_SOCKET, 35, 1)  # SO_TIMESTAMPNS
             probe.connect((address, 0))
             return _echoes(probe, kind == socket.SOCK_RAW)
     return None
@@ -222,80 +211,69 @@ def _echoes(probe: socket.socket, is_raw: bool) -> list[float]:
                 break
         if time.monotonic() - begun_s > LIMIT_S or (not times_s and turn):
             break
-        time.sleep(PING_INTERVAL_S)
+        time.sleep(0.01)
     return times_s
 
 
 def round_trip(times_s: Sequence[float]) -> Finding:
     """Return the finding of round-trip times in seconds."""
     ordered = sorted(times_s)
-    least_s, median_s = ordered[0], statistics.median(ordered)
     late_s = ordered[math.ceil(0.99 * len(ordered)) - 1]
-    text = ", ".join(
-        f"{name} {1e3 * time_s:.3g} ms"
-        for name, time_s in (("least", least_s), ("median", median_s), ("99 %", late_s))
+    values = {"least_s": ordered[0], "median_s": statistics.median(ordered), "p99_s": late_s}
+    texts = (
+        f"{name} {1e3 * s:.3g} ms"
+        for name, s in zip(("least", "median", "99 %"), values.values(), strict=True)
     )
-    values = {"least_s": least_s, "median_s": median_s, "p99_s": late_s}
-    return Finding(check="round trip", text=text, values=values)
+    return Finding(check="round trip", text=", ".join(texts), values=values)
 
 
-class Responder:
-    """Answers the checks of another host on a port of this one, from threads, until it is closed.
+class Responder(socketserver.ThreadingTCPServer):
+    """Answers the checks of another host on a port of this one, in threads, until it is closed.
 
     A connection asks one thing, in a line:
 
         time                  the time of this host's clock, in seconds
-        packet IN OUT         reads IN bytes, then sends OUT bytes
         take SECONDS BYTES    reads at most so long and so much; answers with bytes per second
         send SECONDS BYTES    sends at most so long and so much
     """
 
-    def __init__(self, port: int = 0) -> None:
-        """Listen on `port` of all interfaces; 0 takes a free one.
+    allow_reuse_address = daemon_threads = True
+    block_on_close = False
+    request_queue_size = 32
 
-        Raises:
-            OSError: another process has the port.
-        """
-        self._listener = socket.create_server(("", port), backlog=32)
-        self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._serve, name="responder", daemon=True).start()
+    def __init__(self, port: int = 0) -> None:
+        """Listen on `port` of all interfaces; 0 takes a free one. OSError: it is taken."""
+        super().__init__(("", port), _Answer)
+        self.port: int = self.server_address[1]
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def close(self) -> None:
         """Answer no further connection."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _serve(self) -> None:
-        with suppress(OSError):
-            while True:
-                connection, _ = self._listener.accept()
-                threading.Thread(target=_answer, args=(connection,), daemon=True).start()
+        self.shutdown()
+        self.server_close()
 
 
-def _answer(connection: socket.socket) -> None:
-    with connection, suppress(OSError, ValueError):
-        connection.settimeout(4 * LIMIT_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        line = b""
-        while not line.endswith(b"\n") and len(line) < _COMMAND_BYTES:
-            line += (byte := connection.recv(1))
-            if not byte:
+class _Answer(socketserver.BaseRequestHandler):
+    @override
+    def handle(self) -> None:
+        connection: socket.socket = self.request
+        with suppress(OSError, ValueError):
+            connection.settimeout(4 * LIMIT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            line = b""
+            while not line.endswith(b"\n"):  # byte by byte: what follows is data
+                line += (byte := connection.recv(1))
+                if not byte or len(line) > 100:
+                    return
+            command, *numbers = line.decode().split()
+            if command == "time":
+                connection.sendall(f"{time.time()!r}\n".encode())
                 return
-        command, *numbers = line.decode().split()
-        if command == "time":
-            connection.sendall(f"{time.time()!r}\n".encode())
-        elif command == "packet":
-            num_in, num_out = (min(int(number), 1 << 16) for number in numbers)
-            while num_in > 0 and (data := connection.recv(num_in)):
-                num_in -= len(data)
-            connection.sendall(bytes(num_out))
-        elif command in ("take", "send"):
             seconds, num_bytes = min(float(numbers[0]), 10.0), int(numbers[1])
             if command == "take":
                 connection.sendall(f"{_take(connection, seconds, num_bytes)!r}\n".encode())
-            else:
-                _send(connection, seconds + LIMIT_S, num_bytes)
+            elif command == "send":
+                _send(connection, seconds, num_bytes)
 
 
 def _take(connection: socket.socket, seconds: float, num_bytes: int) -> float:
@@ -318,8 +296,8 @@ def _take(connection: socket.socket, seconds: float, num_bytes: int) -> float:
 
 
 def _send(connection: socket.socket, seconds: float, num_bytes: int) -> None:
-    """Send until the time is over, the bytes are sent, or the other side answers or closes."""
-    data, until_s = memoryview(bytes(1 << 18)), time.perf_counter() + seconds
+    """Send until all is sent, the other side answers or closes, or LIMIT_S after its time."""
+    data, until_s = memoryview(bytes(1 << 18)), time.perf_counter() + seconds + LIMIT_S
     connection.setblocking(False)
     while num_bytes > 0 and (left_s := until_s - time.perf_counter()) > 0:
         readable, writable, _ = select.select([connection], [connection], [], left_s)
@@ -339,10 +317,9 @@ def asking(address: str, port: int, command: str) -> Generator[socket.socket]:
         yield connection
 
 
-def _line(connection: socket.socket, limit_s: float) -> float:
-    connection.settimeout(limit_s)
+def _number(connection: socket.socket) -> float:
     with connection.makefile() as lines:
-        return float(lines.readline(_COMMAND_BYTES))
+        return float(lines.readline(100))
 
 
 def passing(peer: str, address: str, port: int) -> Generator[Finding]:
@@ -352,38 +329,34 @@ def passing(peer: str, address: str, port: int) -> Generator[Finding]:
         OSError: the responder does not answer.
     """
     host = socket.gethostname()
-    yield packet_finding(host, peer, address, port)
+    yield _packets(host, peer, address, port)
     sent_s = time.time()
     with asking(address, port, "time") as connection:
-        theirs_s = _line(connection, LIMIT_S)
-    offset_s = theirs_s - (sent_s + time.time()) / 2
+        offset_s = _number(connection) - (sent_s + time.time()) / 2
     ahead = f"{abs(offset_s):,.3g} s {'ahead of' if offset_s > 0 else 'behind'}"
     yield Finding(
         check="clock",
         text=f"the clock of {peer} is {ahead} the clock of {host}",
-        cure="set both by the network: sudo timedatectl set-ntp true"
-        if abs(offset_s) > CLOCK_S
-        else "",
+        cure="set both by: sudo timedatectl set-ntp true" if abs(offset_s) > CLOCK_S else "",
         values={"offset_s": offset_s},
     )
 
 
-def packet_finding(host: str, peer: str, address: str, port: int) -> Finding:
-    """Check that full packets pass to a host and back; if they vanish, find the largest that do."""
+def _packets(host: str, peer: str, address: str, port: int) -> Finding:
+    """Check that full packets pass both ways; if they vanish, find the largest that do not."""
 
     def passes(size: int, is_to: bool) -> bool:
-        num_in, num_out = (size, 1) if is_to else (1, size)
-        try:
-            with asking(address, port, f"packet {num_in} {num_out}") as connection:
+        with suppress(OSError):
+            command = f"{'take' if is_to else 'send'} 1 {size}"
+            with asking(address, port, command) as connection:
                 connection.settimeout(LIMIT_S / 2)
-                connection.sendall(bytes(num_in))  # one segment, so that no card splits it later
-                while num_out > 0 and (data := connection.recv(num_out)):
-                    num_out -= len(data)
-            return num_out <= 0
-        except OSError:
-            return False
+                if not is_to:
+                    return len(connection.recv(size, socket.MSG_WAITALL)) == size
+                connection.sendall(bytes(size))  # one packet, so that no card splits it later
+                return _number(connection) > 0
+        return False
 
-    with asking(address, port, "packet 0 0") as connection:
+    with asking(address, port, "time") as connection:
         most = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
     sizes = [size for size in PACKETS if size < most]
     for source, target, is_to in ((host, peer, True), (peer, host, False)):
@@ -399,37 +372,30 @@ def packet_finding(host: str, peer: str, address: str, port: int) -> Finding:
             text=f"packets from {source} to {target} with more than {largest} bytes of data "
             f"vanish, up to {most} that both hosts allow",
             cure=f"set one MTU on all hosts and switches; until then, on {host} and {peer}: sudo "
-            f"ip link set dev INTERFACE mtu {largest + TCP_BYTES}",
+            f"ip link set dev INTERFACE mtu {largest + HEADERS}",
             is_end=True,
-            values={"largest_bytes": largest, "allowed_bytes": most},
         )
-    return Finding(check="MTU", text=f"packets of {most + TCP_BYTES} bytes pass both ways")
+    return Finding(check="MTU", text=f"packets of {most + HEADERS} bytes pass both ways")
 
 
 def bandwidth(
-    peer: str,
-    address: str,
-    port: int,
-    *,
-    seconds: float = QUICK_S,
-    num_bytes: int = QUICK_BYTES,
-    tries: int = 5,
+    peer: str, address: str, port: int, *, num_bytes: int = 1 << 20, tries: int = 5
 ) -> Finding:
     """Measure the bandwidth of TCP to a host whose `Responder` is at a port, and back.
 
-    A busy host may hold one stream back, while a slow link is slow each time: the best of `tries`
-    counts.
+    Streams end after a second, or `num_bytes`. A busy host may hold one back, while a slow link is
+    slow each time: the best of `tries` counts.
 
     Raises:
         OSError: the responder does not answer.
     """
     host, to_s, from_s, cure = socket.gethostname(), 0.0, 0.0, ""
     while tries > 0:
-        with asking(address, port, f"take {seconds} {num_bytes}") as connection:
-            _send(connection, seconds + LIMIT_S, num_bytes)
-            to_s = max(to_s, _line(connection, 4 * LIMIT_S))
-        with asking(address, port, f"send {seconds} {num_bytes}") as connection:
-            from_s = max(from_s, _take(connection, seconds, num_bytes))
+        with asking(address, port, f"take 1 {num_bytes}") as connection:
+            _send(connection, 1.0, num_bytes)
+            to_s = max(to_s, _number(connection))
+        with asking(address, port, f"send 1 {num_bytes}") as connection:
+            from_s = max(from_s, _take(connection, 1.0, num_bytes))
         cure = cure_of_slow(host, peer, to_s, from_s)
         tries = tries - 1 if cure else 0
     return Finding(
@@ -443,14 +409,11 @@ def bandwidth(
 def cure_of_slow(host: str, peer: str, to_s: float, from_s: float) -> str:
     """Return the cure of a slow link, or of one slow way; else an empty text."""
     slow, fast = min(to_s, from_s), max(to_s, from_s)
-    look = (
-        "`ethtool INTERFACE` on each host should show the same speed and full duplex; look for "
-        "other traffic and for limits (`tc qdisc`)"
-    )
-    if slow < ONE_WAY * fast and slow < FAST_BYTES_PER_S:
+    look = "`ethtool INTERFACE` shows speed and duplex of a card, `tc qdisc` limits"
+    if slow < fast / 3 and slow < BUSY:
         source, target = (host, peer) if to_s == slow else (peer, host)
         return f"only the way from {source} to {target} is slow: try another cable and port; {look}"
-    return f"use a cable in place of a wireless link; {look}" if slow < SLOW_BYTES_PER_S else ""
+    return f"use a cable in place of a wireless link; {look}" if slow < SLOW else ""
 
 
 def both_ways(host: str, peer: str, to_s: float, from_s: float) -> str:
@@ -504,10 +467,9 @@ def check_links(store: Store, env: RankEnv, address: str) -> None:
     # first ranks     0 --> 2 --> 4 --> 0       of three hosts of two ranks
     # of two hosts, only the first measures the link
     following = env.here.stop % env.num_ranks
-    responder, host = Responder(), socket.gethostname()
+    responder, host, fault = Responder(), socket.gethostname(), ""
     store.set(f"{env.rank}", json.dumps([host, address, responder.port, following]))
     peer, address, port, after = json.loads(store.get(f"{following}"))
-    fault = ""
     for finding in _of_run(peer, address, port, is_measured=env.rank == 0 or after != env.rank):
         if finding.is_end:
             fault = str(finding)
