@@ -25,7 +25,7 @@ def start_on(hosts: Sequence[tuple[Path, int]], **launched: Any) -> Path:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     os.environ |= {
-        VARIABLE: Launched(folder=str(folder), **launched).text(),
+        VARIABLE: Launched(folder=str(folder), restarts=1, **launched).text(),
         "RANK": str(rank),
         "WORLD_SIZE": str(dist.get_world_size()),
         "LOCAL_RANK": str(rank - first),

@@ -59,7 +59,7 @@ def lose(made: LocalRoles, name: str) -> None:
 
 
 def lose_group(made: LocalRoles, group: int) -> None:
-    """Stop the scheduler of a group whose workers have gone, and find at once that all are lost."""
+    """Stop the scheduler of a group, and have the coordinator find at once that it is lost."""
     made.stop(f"scheduler{group}")
     keeper = made.roles["coordinator"]
     assert isinstance(keeper, Coordinator)

@@ -37,7 +37,7 @@ def be_rank_of(hosts: list[Path], generation: int) -> None:
     store: Any = job_store()
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    launched = Launched(folder=str(hosts[rank // num_here]), generation=generation)
+    launched = Launched(folder=str(hosts[rank // num_here]), generation=generation, restarts=1)
     os.environ |= {
         VARIABLE: launched.text(), "RANK": str(rank), "WORLD_SIZE": "2",
         "LOCAL_RANK": str(rank % num_here), "LOCAL_WORLD_SIZE": str(num_here),
@@ -62,7 +62,7 @@ def time_steps(job: Job, hosts: list[Path], rounds: int) -> dict[str, Any]:
             row = {}
             for name, saves in (("without_s", False), ("with_s", True)):
                 dist.barrier()
-                begin_s = time.perf_counter()
+                begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
                 for _ in range(pace.period):
                     step(session)
                     if saves:
@@ -71,7 +71,9 @@ def time_steps(job: Job, hosts: list[Path], rounds: int) -> dict[str, Any]:
                     pace.saver.finish()
                 dist.barrier()
                 row[name] = (time.perf_counter() - begin_s) / pace.period
-            rows.append(row | {"ratio": row["with_s"] / row["without_s"]})
+                row[f"cpu_{name}"] = (time.process_time() - begin_cpu_s) / pace.period
+            row["ratio"] = row["with_s"] / row["without_s"]
+            rows.append(row | {"cpu_ratio": row["cpu_with_s"] / row["cpu_without_s"]})
         planned = in_memory.traffic(pace.saver._plan, pace.saver.hosts)
     return {
         "period": pace.period, "rows": rows, "planned": planned,
@@ -104,11 +106,13 @@ def step(session: TextSession) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--every", type=int, help="K; measured if unset")
     parser.add_argument("--precision", default="bfloat16")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     document: dict[str, Any] = {}
-    for num_hosts in (1, 2):
+    for num_hosts in args.hosts:
         with (
             tempfile.TemporaryDirectory() as name,
             tempfile.TemporaryDirectory(dir="/dev/shm", prefix="phalanx-bench-") as memory,
@@ -116,7 +120,8 @@ def main() -> None:
             folder, hosts = Path(name), [Path(memory) / str(host) for host in range(num_hosts)]
             config = TrainConfig(
                 data=str(ROOT / "src"), strategy="dp2", device="cpu", precision=args.precision,
-                steps=10_000, threads=1, out=str(folder / "run"), shape=SHAPE,
+                steps=10_000, threads=1, memory_every=args.every, out=str(folder / "run"),
+                shape=SHAPE,
                 corpus=CorpusConfig(seq_len=256, cache=str(folder / "cache"), validation=0),
                 batch=BatchConfig(microbatch=MICROBATCH),
             )  # fmt: skip

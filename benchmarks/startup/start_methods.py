@@ -11,6 +11,7 @@ import multiprocessing
 import statistics
 import sys
 import time
+from typing import Any
 
 METHODS = ("spawn", "fork", "forkserver")
 
@@ -24,7 +25,7 @@ def add() -> None:
 
 def seconds(method: str, number: int) -> float:
     """Start `number` processes; return the seconds until the last has ended."""
-    context = multiprocessing.get_context(method)
+    context: Any = multiprocessing.get_context(method)
     begun_s = time.perf_counter()
     processes = [context.Process(target=add) for _ in range(number)]
     for process in processes:

@@ -6,14 +6,27 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from namespaces import SSH, THREE_HOSTS, on_host, ssh_servers, switched
-from phalanx.bench.fault_order import KINDS, Timeline
-from phalanx.bench.faults import FaultsConfig, Site, differences, move_clock, run
+from phalanx.bench.faults import (
+    KINDS,
+    Fault,
+    FaultsConfig,
+    Site,
+    Strike,
+    Timeline,
+    differences,
+    on_record,
+    order_of,
+    run,
+)
 from phalanx.errors import ConfigError
 from phalanx.train.run import train
 from small_run import records, small_run
@@ -27,6 +40,78 @@ CASES = [
     )
 ]
 """Strategy, hosts and seed of each job of the 50 faults."""
+
+
+def test_a_seed_fixes_which_fault_strikes_when_and_whom() -> None:
+    order = order_of(7, ["rank", "host", "ssh"], 5, 60)
+    assert [(each.kind, each.step, each.victim) for each in order] == [
+        ("host", 2, 23965),
+        ("rank", 12, 2457),
+        ("ssh", 23, 4578),
+        ("ssh", 31, 3873),
+        ("rank", 34, 62092),
+    ]
+    assert order_of(8, ["rank", "host", "ssh"], 5, 60) != order
+
+
+@given(
+    st.integers(0, 2**40),
+    st.lists(st.sampled_from(list(KINDS)), min_size=1, unique=True),
+    st.integers(1, 60),
+    st.integers(1, 10**4),
+)
+def test_faults_rise_before_the_end_and_each_kind_is_as_frequent(
+    seed: int, kinds: list[str], number: int, steps: int
+) -> None:
+    order = order_of(seed, kinds, number, steps)
+    assert order == order_of(seed, kinds, number, steps) and len(order) == number
+    assert {0 <= each.pause < 1 and each.victim >= 0 for each in order} == {True}
+    times = Counter(each.kind for each in order)
+    assert max(times.values()) - min(times[kind] for kind in kinds) <= 1
+    if steps > number:
+        rising = [each.step for each in order]
+        assert rising == sorted(set(rising)) and 1 <= rising[0] <= rising[-1] < steps
+
+
+def watched(*steps: tuple[float, int], lost: tuple[float, ...] = ()) -> Timeline:
+    seen = Timeline()
+    seen.events = [(at_s, "lost", "") for at_s in lost]
+    seen.add(0.0, {"kind": "config", "strategy": "dp4"})
+    seen.add(1.5, {"kind": "ranks", "sent": {"dp": [2, 100.0], "world": [1, 20.0]}})
+    for at_s, number in steps:
+        seen.add(at_s, {"kind": "step", "step": number})
+    return seen
+
+
+def struck(at_s: float, until_s: float, kind: str = "rank") -> Strike:
+    return Strike(Fault(kind, 3, 0, 0.0), "rank 1 on a", at_s, until_s, 0.5)
+
+
+def test_a_lost_rank_costs_the_time_until_the_step_after_the_last_that_was_taken() -> None:
+    # The fault strikes after step 3; one more step is taken; 3 and 4 are repeated.
+    seen = watched(
+        *((1.0, 1), (2.0, 2), (3.0, 3), (4.0, 4)),
+        *((10.0, 3), (11.0, 4), (12.0, 5), (13.0, 6)),
+        lost=(5.25,),
+    )
+    seen.add(9.0, {"kind": "config", "strategy": "dp2"})
+    strike = struck(3.25, 3.25)
+    assert seen.step_s == 1.0
+    assert seen.cost_of(strike, 14.0) == dict(
+        kind="rank", who="rank 1 on a", step=3, detected_s=2.0, next_step_s=4.75, repeated=2,
+        lost_s=7.0, again_bytes=240.0, strategy="dp2", load=0.5,
+    )  # fmt: skip
+    assert seen.has_recovered(strike)
+    assert not watched((1.0, 1), (3.0, 3), (10.0, 3), lost=(5.0,)).has_recovered(strike)
+    assert [*seen.final] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_fault_that_no_rank_is_lost_by_costs_what_the_steps_take_longer() -> None:
+    seen = watched((1.0, 1), (2.0, 2), (3.0, 3), (6.0, 4), (9.0, 5), (10.0, 6), (11.0, 7))
+    cost = seen.cost_of(struck(3.5, 8.5, "slow"), 12.0)
+    assert (cost["detected_s"], cost["next_step_s"], cost["repeated"]) == (None, None, 0)
+    assert cost["lost_s"] == 4.0
+    assert not watched((1.0, 1), (2.0, 2)).has_recovered(struck(2.5, 8.5, "slow"))
 
 
 def test_faults_that_hosts_do_not_allow_are_refused_before_any_process_starts() -> None:
@@ -57,7 +142,10 @@ def test_another_run_differs_in_losses_and_weights_and_a_shorter_one_in_steps_an
     assert of_seed[0].startswith("the loss of step 1 is")
     assert any(line.startswith("model.") for line in of_seed[1:])
     of_length = differences(seen(one), one, longer)
-    assert "steps are missing: [3]" in of_length and "16 samples were taken, not 24" in of_length
+    assert (
+        "steps [3] are in one run alone" in of_length
+        and "16 samples were taken, not 24" in of_length
+    )
 
 
 def test_the_clock_of_rank_0_moves_by_the_file_in_the_folder_of_the_job(
@@ -65,11 +153,11 @@ def test_the_clock_of_rank_0_moves_by_the_file_in_the_folder_of_the_job(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "time", time.time)  # and put back
-    move_clock("step", {})
+    on_record("step", {})
     before_s = time.time()
     for shift_s in (3600, 7200):
         (tmp_path / "clock").write_text(str(shift_s))
-        move_clock("step", {})
+        on_record("step", {})
         assert shift_s <= time.time() - before_s < shift_s + 3000
 
 
@@ -85,7 +173,7 @@ def bench(*words: str, command: tuple[str, ...] = BENCH, cwd: Path | str = "/") 
 
 @pytest.mark.slow
 def test_a_job_continues_after_ranks_hosts_a_disk_and_a_clock_fail(tmp_path: Path) -> None:
-    words = ("rank", "host", "stop", "clock", "disk", "--faults=5", "--for-s=5", "--steps=120")
+    words = ("rank", "host", "stop", "clock", "disk", "--faults=5", "--for-s=5")
     found = bench(*words, "--strategy=dp2", cwd=tmp_path)
     assert {fault["kind"] for fault in found["faults"]} == {*words[:5]}
     assert not list(tmp_path.iterdir())
@@ -100,7 +188,7 @@ def test_each_sample_is_taken_once_by_a_job_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "job.py"
     file.write_text((Path(__file__).parent / "fault_jobs.py").read_text())
     job = f"train --script {file}:job --device cpu --threads 1 --save-every 7"
-    found = bench("rank", "rank0", "--faults=3", "--steps=150", f"--job={job}", cwd=tmp_path)
+    found = bench("rank", "rank0", "--faults=3", "--steps=300", f"--job={job}", cwd=tmp_path)
     assert len(found["faults"]) == 3
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     last = {step: max(own for at, own, _ in lines if at == step) for step, *_ in lines}
@@ -125,7 +213,7 @@ def test_fifty_faults_change_no_weight(strategy: str, num_hosts: int, seed: int)
     listed = f"{listed[:-1]}2" if num_hosts == 3 else listed
     faults = f"--faults={8 + (seed < 2)}"
     with switched(hosts), ssh_servers(hosts):
-        words = (f"--hosts={listed}", f"--ssh={SSH}", f"--seed={seed}", faults, "--steps=300")
+        words = (f"--hosts={listed}", f"--ssh={SSH}", f"--seed={seed}", faults)
         command = tuple(on_host(hosts[0], *BENCH))
         found = bench(*words, f"--strategy={strategy}", command=command)
     assert [fault["detected_s"] for fault in found["faults"]].count(None) == 0

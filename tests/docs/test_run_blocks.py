@@ -35,8 +35,9 @@ SMALLER = (
     (r"phalanx bench (ceiling|mfu)", "--budget-s 1 --threads 1"),
     (r"phalanx bench comm", "--ranks 2 --max-mib 1"),
     (r"phalanx bench", "--rounds 1 --seq-len 16 --shape.num-layers 2"),
+    (r"phalanx launch .*--print", ""),
     (r"phalanx generate", "--max-tokens 4 --threads 1 --seed 1"),
-    (r"phalanx (run|doctor|convert|show|plan|report)", ""),
+    (r"phalanx (run|launch .*--(dry-run|print)|doctor|convert|show|plan|report)", ""),
     (r"python |torchrun ", ""),
 )
 """Beginnings of commands that a test knows how to run, and words that make the run shorter."""

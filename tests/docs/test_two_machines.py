@@ -15,8 +15,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from blocks import BLOCKS as ALL
 from blocks import ROOT, Block, blocks_of
 from test_run_blocks import TINY
+
+from phalanx.cli.main import main
 
 PAGE = ROOT / "docs/two_machines.md"
 SCRIPT = ROOT / "examples/two_machines.sh"
@@ -103,6 +106,26 @@ def test_the_table_of_a_gigabit_follows_from_its_formulas() -> None:
             *(6 * parameters * 8192 / rate for rate in (1e12, 1e14)),
         ]
         assert of_page == pytest.approx(expected, rel=0.006)
+
+
+LAUNCHES = [
+    pytest.param(command, id=f"{block.where}: {command}")
+    for block in ALL
+    if block.language == "sh"
+    for command in block.commands()
+    if command.startswith("phalanx launch ") and "--join" not in command
+]
+
+
+@pytest.mark.parametrize("command", LAUNCHES)
+def test_the_launches_of_the_documents_are_legal(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch, train = (shlex.split(each) for each in command.split(" -- "))
+    assert main([*launch[1:], "--dry-run", "--", *train]) == 0
+    assert "ranks 0 to" in capsys.readouterr().out or "--print" in launch
+    if "--config" not in train:
+        assert main([*train, "--show-config"]) == 0
 
 
 def run_script(tmp_path: Path, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:

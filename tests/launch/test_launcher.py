@@ -61,7 +61,9 @@ def sent(tmp_path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def starts(tmp_path: Path) -> list[dict[str, Any]]:
-    return sorted(sent(tmp_path, "start"), key=lambda each: (each["generation"], each["first"]))
+    return sorted(
+        sent(tmp_path, "start"), key=lambda each: (each["launched"]["generation"], each["first"])
+    )
 
 
 def ended(*codes: int, first: int = 0) -> list[Scenario]:
@@ -86,12 +88,13 @@ def test_all_ranks_of_all_hosts_are_one_job(
     assert output.err == "[3 b] three\n"
     begun = starts(tmp_path)
     assert [(each["host"], each["first"], each["num_here"]) for each in begun] == [
-        (0, 0, 2),
-        (1, 2, 2),
+        ("a", 0, 2),
+        ("b", 2, 2),
     ]
-    assert {(each["num_ranks"], each["address"], each["port"]) for each in begun} == {
-        (4, "10.0.0.1", 1)
-    }
+    variables = begun[0]["variables"]
+    names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    assert [variables[name] for name in names] == ["4", "10.0.0.1", "1"]
+    assert begun[1]["variables"] == variables
     assert all(each["variables"] == {"X": "1"} for each in sent(tmp_path, "settings"))
 
 
@@ -110,9 +113,15 @@ def test_all_ranks_of_all_hosts_are_one_job(
             {"exit_code": 255, "errors": "kim@b: Permission denied (publickey)."},
             "host b: ssh is not let in; give it your key by: ssh-copy-id kim@b",
         ),
-        ({"exit_code": 97}, "host b has no folder /here; make it, or share it"),
-        ({"exit_code": 98}, f"host b has no {sys.executable}; install the same environment"),
-        ({"exit_code": 1, "errors": "x: No module named phalanx"}, "install phalanx there by"),
+        (
+            {"exit_code": 2, "errors": "sh: 1: cd: can't cd to /here"},
+            "it has no folder /here; make it",
+        ),
+        (
+            {"exit_code": 127, "errors": "sh: 1: exec: /x/python: not found"},
+            f"it has no {sys.executable}; install the same environment",
+        ),
+        ({"exit_code": 1, "errors": "x: No module named phalanx"}, "it has no phalanx; install it"),
         ({"versions": versions() | {"torch": "1.0"}}, "host b has torch 1.0, but this machine has"),
         ({"why_unreached": "timed out"}, "host b does not reach 10.0.0.1, port 1: timed out; open"),
     ],
@@ -149,11 +158,10 @@ def test_a_lost_rank_begins_the_next_generation_on_the_same_hosts(
     generations = [[REPORT, *ended(75), {"is": "later"}, *ended(-9, first=1)], [step, *ended(0, 0)]]
     b = {"generations": [[], ended(0, 0, first=2)]}
     assert launch("a:2,b:2", {"a": {"generations": generations}, "b": b}, restarts=1) == 0
-    second = [each for each in starts(tmp_path) if each["generation"] == 1]
-    assert {each["host"] for each in second} == {0, 1}
-    assert {(each["strategy"], each["original"], each["run"]) for each in second} == {
-        ("dp4", "dp4", "/runs/x")
-    }
+    second = [each for each in starts(tmp_path) if each["launched"]["generation"] == 1]
+    assert [each["host"] for each in second] == ["a", "b"]
+    launched = second[0]["launched"]
+    assert [launched[name] for name in ("strategy", "first", "run")] == ["dp4", "dp4", "/runs/x"]
     lines = capfd.readouterr().err.splitlines()
     assert lines[:2] == [
         "phalanx: lost: rank 1 on a was ended by signal SIGKILL",
@@ -174,8 +182,8 @@ def test_a_lost_host_is_left_out_if_it_does_not_answer_again(
         "c": {"generations": [[], ended(0, first=2)]},
     }
     assert launch("a:2,b:1,c:1", scenarios, restarts=1) == 0
-    second = [each for each in starts(tmp_path) if each["generation"] == 1]
-    assert [(each["first"], each["num_here"], each["strategy"]) for each in second] == [
+    second = [each for each in starts(tmp_path) if each["launched"]["generation"] == 1]
+    assert [(each["first"], each["num_here"], each["launched"]["strategy"]) for each in second] == [
         (0, 2, "dp3"),
         (2, 1, "dp3"),
     ]
@@ -188,9 +196,10 @@ def test_a_host_whose_ssh_alone_was_lost_takes_part_again(launch: Launch, tmp_pa
         "b again": {"generations": [ended(0, 0, first=2)]},
     }
     assert launch("a:2,b:2", scenarios, restarts=1) == 0
-    assert [(each["host"], each["strategy"]) for each in starts(tmp_path)[2:]] == [
-        (0, "dp4"),
-        (1, "dp4"),
+    second = starts(tmp_path)[2:]
+    assert [(each["host"], each["launched"]["strategy"]) for each in second] == [
+        ("a", "dp4"),
+        ("b", "dp4"),
     ]
 
 
@@ -201,7 +210,8 @@ def test_too_few_ranks_end_the_job(launch: Launch, capfd: pytest.CaptureFixture[
         "b again": {"exit_code": 255},
     }
     assert launch("a:2,b:2", scenarios, restarts=3) == 1
-    assert "because 2 of 4 ranks are left and --min-ranks is 3" in capfd.readouterr().err
+    ends = "the job ends: 2 ranks are left, --min-ranks is 3; /runs/x has its last state"
+    assert ends in capfd.readouterr().err
 
 
 def test_the_first_signal_goes_to_the_ranks(launch: Launch, tmp_path: Path) -> None:
@@ -226,8 +236,8 @@ def test_a_host_joins_at_the_end_of_a_step(
     threading.Timer(1.0, join).start()
     assert launch("a:4", scenarios) == 0
     assert answers == ["host a takes part in the job already", ""]
-    second = [each for each in starts(tmp_path) if each["generation"] == 1]
-    assert [(each["first"], each["num_here"], each["strategy"]) for each in second] == [
+    second = [each for each in starts(tmp_path) if each["launched"]["generation"] == 1]
+    assert [(each["first"], each["num_here"], each["launched"]["strategy"]) for each in second] == [
         (0, 4, "dp6"),
         (4, 2, "dp6"),
     ]

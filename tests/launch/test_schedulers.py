@@ -1,11 +1,14 @@
 """The variables of Slurm and of MPI's launchers stand for torchrun's."""
 
+import os
 import socket
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from phalanx.errors import ConfigError
+from phalanx.launch import torchrun
 from phalanx.launch.schedulers import adopt, first_node, tasks_of_nodes
 
 SRUN = {
@@ -155,6 +158,23 @@ def test_an_unknown_or_wrong_host_of_rank_0_is_refused() -> None:
         adopt(first | {"LSB_HOSTS": "192.0.2.77 192.0.2.78"})
     adopt(own := first | {"LSB_HOSTS": "localhost b"})
     assert own["MASTER_ADDR"] == "localhost"
+
+
+def test_one_rank_of_a_host_reports_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(torchrun, "leave", leave)
+    monkeypatch.setattr(torchrun, "ignore", lambda: None)
+    monkeypatch.setattr(torchrun, "QUIET_S", 0.0)
+    for rank, code in ((4, 2), (5, 1)):
+        variables = of_mpi("Open MPI", (str(rank), "8", str(rank - 4), "4"))
+        with patch.dict(os.environ, variables), pytest.raises(SystemExit) as end:
+            torchrun.run_verb(lambda: None, lambda _: 0)
+        assert end.value.code == code
+    assert capsys.readouterr().err.count("names the host of rank 0") == 1
 
 
 @pytest.mark.parametrize(

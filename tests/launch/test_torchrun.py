@@ -254,6 +254,12 @@ def test_ranks_that_would_prepare_end_if_another_has_no_gpu(
         agreement.agree(RankEnv(0, 2, 0, 1), store, lambda: 0, lambda _: {})
 
 
+def test_a_rank_that_meets_the_end_of_the_store_has_lost_a_peer() -> None:
+    with pytest.raises(PeerFailed, match="the rank that hosts the store has ended"):
+        with agreement.failing_together(RankEnv(1, 2, 0, 1), dist.HashStore()):
+            raise dist.DistNetworkError("Connection reset by peer")
+
+
 STOPPING = """
 import sys, time
 from phalanx.launch import torchrun
@@ -344,6 +350,26 @@ def test_ranks_dealt_out_over_hosts_one_by_one_are_refused(monkeypatch: pytest.M
         ends = list(ranks.map(agreed, places))
     assert [type(end) for end in ends] == [PeerFailed, PeerFailed, ConfigError, ConfigError]
     assert "LOCAL_RANK 1 of a is rank 2, but rank 1 is on b: the ranks of a host" in str(ends[2])
+
+
+def test_ranks_that_a_launcher_binds_to_cores_use_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, mine = dist.HashStore(), threading.local()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: mine.cores)
+
+    def cores_of(rank: int, cores: set[int], before: int) -> int:
+        mine.cores = cores
+        prefixed = dist.PrefixStore(str(before), store)
+        return agreement.own_cores(RankEnv(rank, 4, rank, 4), prefixed)
+
+    for number, (masks, expected) in enumerate(
+        [
+            ([set(range(16))] * 4, [4, 4, 4, 4]),  # torchrun
+            ([{0, 1, 2}, {3, 4, 5}, {6, 7, 8}, {9}], [3, 3, 3, 1]),  # srun --cpus-per-task
+            ([{0, 1}, {0, 1}, {2, 3}, {2, 3}], [1, 1, 1, 1]),  # mpirun --bind-to socket
+        ]
+    ):
+        with ThreadPoolExecutor(4) as ranks:
+            assert list(ranks.map(cores_of, range(4), masks, [number] * 4)) == expected
 
 
 class Left(BaseException):

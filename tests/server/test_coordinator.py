@@ -236,7 +236,7 @@ def test_a_coordinator_stays_until_the_scheduler_knows_of_the_end(
 
     def beat(coordinator: Coordinator) -> None:
         fields = {"name": "scheduler", "role": "scheduler", "address": "there", "incarnation": "1"}
-        group = {"number": 0, "workers": [], "num_live": None, "stop_signal": 0}
+        group = {"number": 0, "live": None, "stop_signal": 0}
         coordinator.handle(b"", WireMessage("beat", {**fields, "job": "job", "group": group}))
 
     for number, comes_back in enumerate((True, False)):
@@ -260,9 +260,9 @@ def test_a_group_is_lost_with_its_scheduler_or_with_its_last_worker(
     own = (Secret.new(), f"ipc://{tmp_path}/coordinator", lambda _: None)
     coordinator = Coordinator(1, "job", tmp_path / "journal", *own, num_groups=2)
 
-    def beat(number: int, workers: list[int], num_live: int | None, address: str = "") -> list[int]:
+    def beat(number: int, live: list[int] | None, address: str = "") -> list[int]:
         """Return how many workers of each group are live after a beat of a scheduler."""
-        group = {"number": number, "workers": workers, "num_live": num_live, "stop_signal": 0}
+        group = {"number": number, "live": live, "stop_signal": 0}
         where = address or f"at {number}"
         fields = {"name": f"scheduler{number}", "role": "scheduler", "address": where}
         more = {"incarnation": where, "job": "job", "group": group}
@@ -270,31 +270,31 @@ def test_a_group_is_lost_with_its_scheduler_or_with_its_last_worker(
         return [each["num_live"] for each in coordinator.map["groups"]]
 
     try:
-        assert beat(0, [0, 1], 2) == [2, 0] and beat(1, [2], 1) == [2, 1]
-        assert beat(1, [2, 3], 1) == [2, 1]
+        assert beat(0, [0, 1]) == [2, 0] and beat(1, [2, 3]) == [2, 2]
+        assert beat(1, [2]) == [2, 1]
         assert [each["workers"] for each in coordinator.map["groups"]] == [[0, 1], [2, 3]]
         epoch = coordinator.map["epoch"]
         listen(coordinator, now_s, LEASE_S - 0.5)
-        assert beat(0, [0, 1], 2) == [2, 1]
+        assert beat(0, [0, 1]) == [2, 1]
         listen(coordinator, now_s, 1.0)
-        assert beat(0, [0, 1], 2) == [2, 0]  # scheduler 1 is silent
-        assert beat(1, [], None, "again") == [2, 0]  # it starts again, elsewhere
+        assert beat(0, [0, 1]) == [2, 0]  # scheduler 1 is silent
+        assert beat(1, None, "again") == [2, 0]  # it starts again, elsewhere
         assert coordinator.map["groups"][1]["scheduler"] == "again"
         assert coordinator.map["epoch"] == epoch + 1
-        assert beat(1, [2], 1, "again") == [2, 1]
-        assert beat(0, [0, 1], 0) == [0, 1]
-        assert coordinator.map["groups"][1]["workers"] == [2, 3]
+        assert beat(1, [2, 1], "again") == [2, 2]  # worker 1 was started again there
+        assert beat(0, []) == [0, 2]
+        assert [each["workers"] for each in coordinator.map["groups"]] == [[0], [1, 2, 3]]
         with pytest.raises(ValueError, match="has groups 0 to 1; give the coordinator --num-g"):
-            beat(2, [], None)
+            beat(2, None)
         for _ in range(4):  # a second scheduler of group 0 is not heard
-            beat(0, [4], 7, "second")
-            assert beat(0, [0, 1], 2)[0] == 2
-            assert coordinator.map["groups"][0]["workers"] == [0, 1]
+            beat(0, [4, 5], "second")
+            assert beat(0, [0])[0] == 1
+            assert coordinator.map["groups"][0]["workers"] == [0]
             listen(coordinator, now_s, 0.5 * LEASE_S)
-        beat(0, [0, 1], 2)
+        beat(0, [0])
         listen(coordinator, now_s, 0.125)
         with pytest.raises(ValueError, match="the name scheduler0; give each scheduler its own"):
-            beat(0, [4], 7, "second")
+            beat(0, [4, 5], "second")
     finally:
         coordinator.close()
 

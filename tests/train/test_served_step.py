@@ -17,6 +17,7 @@ from phalanx.server.client import Client
 from phalanx.server.consistency import Consistency
 from phalanx.server.processes import LocalRoles, local_roles, log_of
 from phalanx.server.task_scheduler import Tasks
+from phalanx.train import served_step
 from phalanx.train.local_step import LocalStep
 from phalanx.train.optimizer import build_optimizer, learning_rate
 from phalanx.train.served_step import AsyncStep, ClockedStep, ServedStep
@@ -161,12 +162,16 @@ def test_a_step_whose_samples_another_has_pushed_records_their_loss(
         step.client.close()
 
 
-def test_three_workers_take_a_hundred_steps_of_one_process() -> None:
-    """In one group, or in two of which one is lost on the way, with its scheduler.
+def test_three_workers_take_a_hundred_steps_of_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In one group, or in two: one loses its scheduler, gets another, and is lost as a whole.
 
     Two servers; float64, so that the order of sums alone is left: 1e-12.
     """
     num_steps, consistency, config = 100, Consistency("ps", 3), OptimizerConfig(lr=1e-2)
+    lost_from = 90
+    monkeypatch.setattr(served_step, "HELP_S", 0.02)
     batches = torch.randn(num_steps, 12, 3, dtype=torch.float64)
     parts = [[batch[:3], batch[3:5], batch[5:]] for batch in batches]  # rows of no one number
     found: dict[int, list[torch.Tensor]] = {}
@@ -182,7 +187,11 @@ def test_three_workers_take_a_hundred_steps_of_one_process() -> None:
         log = log_of(f"worker {number}", made.log)
         client = Client(made.meeting, number, consistency, (0, num_steps), 60.0, log)
         step.join(client, AS_SET, is_first=number == 0)
-        for each in parts[: num_of_last if number == 2 else num_steps]:
+        for clock, each in enumerate(parts[: num_of_last if number == 2 else num_steps]):
+            if number == 0 and clock == lost_from and num_of_last < num_steps:
+                lose_group(made, 1)  # worker 2 waits, and the others compute its tasks
+            if number == 0 and clock == lost_from + 3 and num_of_last < num_steps:
+                made.start("scheduler1")
             step(each[number : number + 1])
         found[number] = [p.detach().clone() for p in model.parameters()]
         client.close()

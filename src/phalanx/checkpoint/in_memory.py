@@ -42,8 +42,8 @@ from phalanx.comm.join import job_store
 from phalanx.comm.together import all_or_none, gather_objects, max_over_ranks
 from phalanx.errors import CheckpointError, PeerLost
 from phalanx.launch import interface
-from phalanx.launch.launched import launched
-from phalanx.launch.rank_env import RankEnv, read_rank_env
+from phalanx.launch.launched import is_restarted, launched
+from phalanx.launch.rank_env import RankEnv, is_under_torchrun, read_rank_env
 from phalanx.launch.torchrun import meet
 from phalanx.report.units import size_text
 from phalanx.storage import checksum, free_bytes, publish_folder
@@ -284,7 +284,7 @@ def recover() -> None:
         PeerLost: another host has gone.
     """
     job = launched()
-    if job is None or job.generation == 0:
+    if job is None or not (is_restarted() and is_under_torchrun()):
         return
     env = read_rank_env()
     store: Any = meet(env, RECOVERY_S)
@@ -292,8 +292,7 @@ def recover() -> None:
     interface.choose(dist.PrefixStore("interface", store), env)
     if env.local_rank == 0:
         _recover(Path(job.folder) / manifest.IN_MEMORY, env, store)
-        store.set(f"recovered {env.rank}", "")
-    store.get(f"recovered {env.here.start}")
+    store.get("recovered")
 
 
 def _recover(root: Path, env: RankEnv, store: Any) -> None:
@@ -329,12 +328,15 @@ def _recover(root: Path, env: RankEnv, store: Any) -> None:
             for at in range(len(hosts))
             if at not in having
         ]
-    if transfers:
-        keys = dist.PrefixStore("files", store)
-        FileExchange(keys, number, len(hosts), RECOVERY_S).run(transfers, root)
+    keys = dist.PrefixStore("files", store)
+    exchange = FileExchange(keys, number, len(hosts), RECOVERY_S)
+    exchange.run(transfers, root)
     for folder in root.rglob("checkpoints/*"):
         if str(folder.relative_to(root)) not in chosen.values():
             shutil.rmtree(folder)
+    if store.add("ready", 1) == len(hosts):
+        store.set("recovered", "")
+    store.get("recovered")  # the connections stay until then
 
 
 def _states_in(root: Path) -> dict[str, list[Any]]:

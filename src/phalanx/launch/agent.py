@@ -14,6 +14,8 @@
                                                     ended    a rank, with its exit code
                                                     report   the `JobReport` of rank 0
     clear     kill ranks and store                  cleared
+    successor how to continue without this launcher
+    end       the job has ended: no successor
     ping      each second                           ping     each second
 
 The agent ends its ranks, and itself, when its standard input ends, or brings no word for SILENT_S.
@@ -40,6 +42,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -68,6 +71,9 @@ TICK_S: Final = 0.25
 
 MOST_BYTES: Final = 1 << 16
 """Most bytes to read at once."""
+
+LONGEST_LINE: Final = 1 << 20
+"""Bytes after which a line that has no end is cut."""
 
 MOST_WAITING: Final = 1 << 20
 """Bytes of messages that wait to be sent, above which no further output of ranks is read."""
@@ -138,10 +144,7 @@ class Channel:
 
         def ping() -> None:
             while not self._is_over.wait(PING_S):
-                if self.num_waiting < MOST_WAITING:
-                    self.send("ping")
-                else:
-                    self.flush()
+                self.send("ping")
 
         threading.Thread(target=ping, name="ping", daemon=True).start()
 
@@ -177,14 +180,14 @@ class Rank:
     Attributes:
         outputs: pipe of its output -> number of the stream, and the bytes of a line that has begun.
         line: connection to the thread in the process that ends it when the agent ends.
-        stopped_s: time since when a signal has stopped it; None while it is not.
+        moved_s: when no signal had stopped it yet.
     """
 
     number: int
     process: ForkServerProcess
     line: Connection
     outputs: dict[Connection, tuple[int, bytearray]] = field(default_factory=dict)
-    stopped_s: float | None = None
+    moved_s: float = field(default_factory=time.monotonic)
 
 
 class Agent:
@@ -193,26 +196,19 @@ class Agent:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._selector = selectors.DefaultSelector()
-        self._selector.register(channel.source, selectors.EVENT_READ)
+        self._selector.register(channel.source, selectors.EVENT_READ, self._hear)
         self._ranks: list[Rank] = []
         self._folder = Path()
         self._awaits_report = False
+        self._successor: Message | None = None
         self._heard_s = time.monotonic()
 
     def serve(self) -> None:
         """Obey the launcher until its end; then end all that this process has started."""
         try:
             while time.monotonic() - self._heard_s < SILENT_S:
-                is_full = self._channel.num_waiting > MOST_WAITING
                 for key, _ in self._selector.select(TICK_S):
-                    if key.fileobj == self._channel.source:
-                        for message in self._channel.receive():
-                            self._obey(message.pop("is"), message)
-                            self._heard_s = time.monotonic()  # now: a start may take seconds
-                    elif key.data is not None and not is_full:
-                        self._read(*key.data)
-                if is_full:  # else the loop would spin over outputs that are not read
-                    time.sleep(TICK_S / 10)
+                    key.data()
                 self._look()
                 self._channel.flush()
         except EOFError:
@@ -221,40 +217,51 @@ class Agent:
             self._clear()
             if self._folder.name:
                 shutil.rmtree(self._folder, ignore_errors=True)
-                sweep()
+            sweep()
+        if self._successor is not None:
+            from phalanx.launch.launcher import succeed  # which imports this module
+
+            succeed(**self._successor)
 
     # Messages of the launcher.
 
-    def _obey(self, kind: str, message: Message) -> None:
-        if kind == "settings":
-            self._settle(message["job"], message["variables"])
-        elif kind == "prepare":
-            prepare_server(*message["modules"])
-        elif kind == "store":
-            self._fork(-1, host_store, (message["port"],))
-        elif kind == "reach":
-            why = ""
-            try:
-                address = message["address"], message["port"]
-                socket.create_connection(address, SILENT_S / 2).close()
-            except OSError as error:
-                why = error.strerror or str(error)
-            self._channel.send("reached", why=why)
-        elif kind == "start":
-            self._start(message)
-        elif kind == "signal":
-            for rank in self._ranks:
-                if rank.number >= 0 and rank.process.pid is not None:
-                    with suppress(ProcessLookupError):
-                        os.kill(rank.process.pid, message["signum"])
-        elif kind == "advice":
-            for rank in self._ranks:
-                if rank.number >= 0:
-                    with suppress(OSError):
-                        rank.line.send("advice")
-        elif kind == "clear":
-            self._clear()
-            self._channel.send("cleared")
+    def _hear(self) -> None:
+        for message in self._channel.receive():
+            kind = message.pop("is")
+            if kind == "settings":
+                self._settle(message["job"], message["variables"])
+            elif kind == "prepare":
+                prepare_server(*message["modules"])
+            elif kind == "store":
+                self._fork(-1, host_store, (message["port"],))
+            elif kind == "reach":
+                why = ""
+                try:
+                    address = message["address"], message["port"]
+                    socket.create_connection(address, SILENT_S / 2).close()
+                except OSError as error:
+                    why = error.strerror or str(error)
+                self._channel.send("reached", why=why)
+            elif kind == "start":
+                self._start(message)
+            elif kind == "signal":
+                for rank in self._ranks:
+                    if rank.number >= 0 and rank.process.pid is not None:
+                        with suppress(ProcessLookupError):
+                            os.kill(rank.process.pid, message["signum"])
+            elif kind == "advice":
+                for rank in self._ranks:
+                    if rank.number >= 0:
+                        with suppress(OSError):
+                            rank.line.send("advice")
+            elif kind == "successor":
+                self._successor = message
+            elif kind == "end":
+                self._successor = None
+            elif kind == "clear":
+                self._clear()
+                self._channel.send("cleared")
+            self._heard_s = time.monotonic()  # now: a start may take seconds
 
     def _settle(self, job: str, variables: Mapping[str, str]) -> None:
         os.environ.update(variables)
@@ -268,44 +275,23 @@ class Agent:
         config: Any = multiprocessing.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
         config["tempdir"] = str(self._folder)
         connection = os.environ.get("SSH_CONNECTION", "").split()
-        self._channel.send(
-            "facts",
-            versions=versions(),
-            name=socket.gethostname(),
-            num_cores=num_cores(),
-            num_gpus=num_gpus(),
-            address=connection[2] if len(connection) == 4 else "",
-        )
+        address = connection[2] if len(connection) == 4 else ""
+        facts = {"num_cores": num_cores(), "num_gpus": num_gpus(), "address": address}
+        self._channel.send("facts", versions=versions(), **facts)
 
     def _start(self, message: Message) -> None:
-        with suppress(FileNotFoundError):
-            (self._folder / REPORT).unlink()
+        (self._folder / REPORT).unlink(missing_ok=True)
         self._awaits_report = message["first"] == 0
-        launched = Launched(
-            folder=str(self._folder),
-            generation=message["generation"],
-            strategy=message["strategy"],
-            first=message["original"],
-            restarts=message["restarts"],
-            run=message["run"],
-        )
+        launched = Launched(folder=str(self._folder), **message["launched"])
         for local_rank in range(message["num_here"]):
             number = message["first"] + local_rank
-            variables = {
-                "RANK": number,
-                "WORLD_SIZE": message["num_ranks"],
-                "LOCAL_RANK": local_rank,
-                "LOCAL_WORLD_SIZE": message["num_here"],
-                "GROUP_RANK": message["host"],
-                "MASTER_ADDR": message["address"],
-                "MASTER_PORT": message["port"],
-                "TORCHELASTIC_RUN_ID": message["job"],
-                "TORCHELASTIC_RESTART_COUNT": message["generation"],
-                "TORCHELASTIC_USE_AGENT_STORE": True,
+            variables = message["variables"] | {
+                "RANK": f"{number}",
+                "LOCAL_RANK": f"{local_rank}",
+                "LOCAL_WORLD_SIZE": f"{message['num_here']}",
                 VARIABLE: launched.text(),
             }
-            texts = {name: str(value) for name, value in variables.items()}
-            self._fork(number, run_rank, (message["command"], texts))
+            self._fork(number, run_rank, (message["command"], variables))
 
     def _fork(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         """Start a process of `function(*args, outputs, line, folder)`."""
@@ -313,84 +299,73 @@ class Agent:
         num_outputs = 2 if number >= 0 else 0
         # Their class depends on the platform.
         pipes: list[tuple[Any, Any]] = [context.Pipe(duplex=False) for _ in range(num_outputs)]
-        ends: tuple[Any, Any] = context.Pipe()
-        ours, theirs = ends
+        line: tuple[Any, Any] = context.Pipe()
         outputs = [write for _, write in pipes]
-        all_args = (*args, outputs, theirs, str(self._folder))
+        all_args = (*args, outputs, line[1], str(self._folder))
         process = context.Process(target=function, args=all_args)
         process.start()
-        rank = Rank(number, process, ours)
+        rank = Rank(number, process, line[0])
         self._ranks.append(rank)
-        for write in (*outputs, theirs):
-            write.close()
-        for stream, (read, _) in enumerate(pipes, 1):
-            os.set_blocking(read.fileno(), False)
-            rank.outputs[read] = stream, bytearray()
-            self._selector.register(read, selectors.EVENT_READ, (rank, read))
-        self._selector.register(ours, selectors.EVENT_READ, (rank, ours))
-        self._selector.register(process.sentinel, selectors.EVENT_READ)  # which `_look` reads
+        for theirs in (*outputs, line[1]):
+            theirs.close()
+        for stream, (pipe, _) in enumerate(pipes, 1):
+            os.set_blocking(pipe.fileno(), False)
+            rank.outputs[pipe] = stream, bytearray()
+            read = partial(self._read, rank, pipe)
+            self._selector.register(pipe, selectors.EVENT_READ, read)
+        pass_on = partial(self._pass_on, rank)
+        self._selector.register(rank.line, selectors.EVENT_READ, pass_on)
+        self._selector.register(process.sentinel, selectors.EVENT_READ, lambda: None)  # see `_look`
 
     # What the ranks do.
 
-    def _read(self, rank: Rank, connection: Connection) -> None:
-        """Forward what a rank has printed, whole lines only, or has said on its line."""
-        if connection not in rank.outputs:
-            try:
-                kind, value = connection.recv()
-            except (EOFError, OSError):  # the rank has ended, which `_look` sees
-                self._selector.unregister(connection)
-            else:
-                self._channel.send(kind, rank=rank.number, value=value)
-            return
-        stream, begun = rank.outputs[connection]
+    def _pass_on(self, rank: Rank) -> None:
         try:
-            read = os.read(connection.fileno(), MOST_BYTES)
-        except BlockingIOError:
+            kind, value = rank.line.recv()
+        except (EOFError, OSError):  # the rank has ended, which `_look` sees
+            self._selector.unregister(rank.line)
+        else:
+            self._channel.send(kind, rank=rank.number, value=value)
+
+    def _read(self, rank: Rank, pipe: Connection, is_over: bool = False) -> None:
+        """Forward what a rank has printed, whole lines only, or the rest if the output is over."""
+        if self._channel.num_waiting > MOST_WAITING and not is_over:
+            time.sleep(TICK_S / 10)  # the rank waits for the launcher's reader, as for any pipe
             return
-        begun += read
-        whole = begun.rfind(b"\n") + 1
-        if not read or len(begun) > 16 * MOST_BYTES:  # nothing follows, or the line has no end
-            whole = len(begun)
-        if whole:
+        stream, begun = rank.outputs[pipe]
+        with suppress(BlockingIOError):
+            begun += (read := os.read(pipe.fileno(), MOST_BYTES))
+            is_over |= not read
+        is_cut = is_over or len(begun) > LONGEST_LINE
+        if whole := len(begun) if is_cut else begun.rfind(b"\n") + 1:
             text = begun[:whole].decode(errors="backslashreplace")
             self._channel.send("text", rank=rank.number, stream=stream, text=text)
             del begun[:whole]
-        if not read:
-            self._close(rank, connection)
-
-    def _close(self, rank: Rank, connection: Connection) -> None:
-        del rank.outputs[connection]
-        self._selector.unregister(connection)
-        connection.close()
+        if is_over:
+            del rank.outputs[pipe]
+            self._selector.unregister(pipe)
+            pipe.close()
 
     def _look(self) -> None:
         """Notice ranks that have ended or are stopped, and the report of rank 0."""
+        now_s = time.monotonic()
         for rank in list(self._ranks):
-            if rank.process.exitcode is None:
-                if is_stopped(rank.process.pid):
-                    rank.stopped_s = rank.stopped_s or time.monotonic()
-                    if time.monotonic() - rank.stopped_s > STOPPED_S:
-                        self._channel.send("stopped", rank=rank.number)
-                        rank.stopped_s = time.monotonic()
-                else:
-                    rank.stopped_s = None
-            else:
+            if rank.process.exitcode is not None:
                 self._forget(rank)
                 self._channel.send("ended", rank=rank.number, code=rank.process.exitcode)
+            elif not is_stopped(rank.process.pid):
+                rank.moved_s = now_s
+            elif now_s - rank.moved_s > STOPPED_S:
+                self._channel.send("stopped", rank=rank.number)
+                rank.moved_s = now_s
         if self._awaits_report and (report := read_report(str(self._folder))) is not None:
             self._awaits_report = False
             self._channel.send("report", value=vars(report))
 
     def _forget(self, rank: Rank) -> None:
         """Forward the last output of a process that has ended, and kill the processes it left."""
-        for connection in list(rank.outputs):
-            self._read(rank, connection)
-            if connection in rank.outputs:  # a process that the rank started holds it open
-                stream, begun = rank.outputs[connection]
-                if begun:
-                    text = begun.decode(errors="backslashreplace")
-                    self._channel.send("text", rank=rank.number, stream=stream, text=text)
-                self._close(rank, connection)
+        for pipe in list(rank.outputs):
+            self._read(rank, pipe, is_over=True)
         kill(rank.process.pid)
         for each in (rank.line, rank.process.sentinel):
             with suppress(KeyError):

@@ -8,6 +8,7 @@ of this package and of torch must be equal too, because messages between ranks m
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from phalanx.errors import ConfigError, named
 from phalanx.launch.failure import PeerFailed, lost_peer_code
 from phalanx.launch.heartbeat import PULSE
+from phalanx.launch.local import num_cores
 from phalanx.launch.rank_env import RankEnv
 
 if TYPE_CHECKING:
@@ -73,15 +75,33 @@ def agree(
                 texts = store.multi_get([f"{rank}" for rank in range(env.num_ranks)])
                 check_same([json.loads(text) for text in texts])
             store.set("all", "ready")
-    _read(store, "all")
+        _read(store, "all")
     return value
+
+
+def own_cores(env: RankEnv, store: Store) -> int:
+    """Return the number of cores of this rank: its part of those that it may use.
+
+    Ranks of torchrun may all use all cores; srun and mpirun may bind each rank to some.
+    """
+    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
+    store.set(f"cores of {env.rank}", json.dumps(sorted(own)))
+    masks = [set(json.loads(_read(store, f"cores of {rank}"))) for rank in env.here]
+    num_sharing = sum(not own.isdisjoint(mask) for mask in masks)
+    return max(1, num_cores() // num_sharing)
 
 
 @contextmanager
 def failing_together(env: RankEnv, store: Store) -> Generator[None]:
     """If the block raises, `agree` raises PeerFailed on all other ranks of the job."""
+    import torch.distributed as dist
+
     try:
         yield
+    except dist.DistNetworkError as error:
+        failed = PeerFailed("the rank that hosts the store has ended")
+        failed.exit_code = lost_peer_code()
+        raise failed from error
     except BaseException:
         with suppress(RuntimeError):  # the store may have ended with rank 0
             for key in (f"{env.rank}", "compared", "all"):
@@ -90,15 +110,8 @@ def failing_together(env: RankEnv, store: Store) -> Generator[None]:
 
 
 def _read(store: Store, key: int | str) -> str:
-    import torch.distributed as dist
-
-    try:
-        with PULSE.waiting("waiting for other ranks to prepare the job"):
-            text = store.get(f"{key}").decode()
-    except dist.DistNetworkError as error:
-        failed = PeerFailed("the rank that hosts the store has ended")
-        failed.exit_code = lost_peer_code()
-        raise failed from error
+    with PULSE.waiting("waiting for other ranks to prepare the job"):
+        text = store.get(f"{key}").decode()
     if text == FAILED:
         raise PeerFailed("another rank could not prepare the job; see that rank's error")
     return text

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from phalanx.errors import ConfigError, printable
+from phalanx.strategy import Strategy
 
 FORM: Final = "a:2,b:2 or user@a:2, which is a host's name and the number of its ranks"
 
@@ -78,6 +79,12 @@ class LaunchRequest:
     def num_ranks(self) -> int:
         """The ranks of all hosts, of which each gives its number."""
         return sum(host.num_ranks for host in self.hosts)
+
+    @property
+    def strategy(self) -> Strategy | None:
+        """The strategy that the command names, or None."""
+        named = re.search(r"--strategy[= ](\S+)", " ".join(self.command))
+        return None if named is None or named[1] == "auto" else Strategy.parse(named[1])
 
     @property
     def command_text(self) -> str:

@@ -40,7 +40,7 @@ class Launched:
 
     folder: str
     generation: int = 0
-    restarts: int = 1
+    restarts: int = 0
     strategy: str | None = None
     first: str | None = None
     run: str | None = None
@@ -54,6 +54,11 @@ def launched() -> Launched | None:
     """Return what the agent passed to this rank; None in a process that no agent started."""
     text = os.environ.get(VARIABLE)
     return None if text is None else Launched(**json.loads(text))
+
+
+def is_restarted() -> bool:
+    """Return whether this rank continues a job after a loss or a join, and so must be fast."""
+    return (job := launched()) is not None and job.generation > 0
 
 
 def require_agent(memory_every: int | None) -> None:

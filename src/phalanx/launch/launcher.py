@@ -1,23 +1,26 @@
 """`phalanx launch`: run one job on several hosts, and continue it when a rank or a host is lost.
 
-    checking ──a host refuses──────────────────────────────> exit 2, before any rank starts
+    gathering ──a host refuses─────────────────────────────> exit 2, before any rank starts
        │ all agree
        v
     starting ──> running ──all ranks end───────────────────> their exit code
        ^           ├─ a rank fails by an error of its own ─> that rank's exit code
        │           ├─ a signal ──> ranks save and end ─────> 128 + signal; a second: at once
-       │           ├─ a rank or host is lost ──> clearing ─> exit 1, without restarts
-       └───────────┤                                │
-         what is   └─ a host joins ──> ranks save ──┤
-         left      <────────────────────────────────┘
+       │           ├─ a rank or host is lost ──────┬───────> exit 1, without restarts
+       │           └─ a host joins ──> ranks save ─┤
+       └────────── gathering: what is left <───────┘
 
 A generation is the time between two starts. `agent` has the messages; this process imports no
 torch. A host whose ssh is lost is asked once more, at once, and left out if it does not answer.
+If this process is lost with its host, the agent of the first host that is left starts another
+(`succeed`).
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import secrets
 import selectors
 import shlex
@@ -27,11 +30,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from phalanx.errors import ConfigError, Interrupted, printable
 from phalanx.launch import link
@@ -49,7 +52,7 @@ CONNECT_S: Final = 10.0
 """Longest wait for the ssh server of a host, in seconds."""
 
 AGAIN_S: Final = 3.0
-"""The same for a host that was lost."""
+"""The same for a host that was lost; and then for its agent."""
 
 AGENT_S: Final = 20.0
 """Longest wait for the agent on a host whose ssh server answers, in seconds."""
@@ -75,19 +78,22 @@ LAST_WORDS_S: Final = 2.0
 TAKEN_IN: Final = b"taken in"
 """Answer to a join of a host that can take part."""
 
-NO_FOLDER, NO_PYTHON = 97, 98
-"""Exit codes of the command that starts an agent."""
+UNREACHABLE: Final = "refused|timed out|no route|unreachable|resolve|not known|name resolution"
 
 CURES: Final = {
     "resolve|not known|name resolution": "its name is unknown; add it to /etc/hosts or to "
     "~/.ssh/config, or give its address",
     "refused": "it refuses ssh; start an ssh server there (package openssh-server)",
-    "Permission denied": "ssh is not let in; give it your key by: ssh-copy-id {target}",
-    "Host key": "ssh does not know its key, or knows another; look, and accept it by: ssh {target}",
-    "timed out|No route|unreachable": "it does not answer; switch it on, or look for the fault by: "
+    "permission denied": "ssh is not let in; give it your key by: ssh-copy-id {target}",
+    "host key": "ssh does not know its key, or knows another; look, and accept it by: ssh {target}",
+    "timed out|no route|unreachable": "it does not answer; switch it on, or look for the fault by: "
     "ping {name}",
+    "cd: ": "it has no folder {folder}; make it, or share it by NFS",
+    "no module named": "it has no phalanx; install it there by: {python} -m pip install "
+    "phalanx-train",
+    "exec: |not found": "it has no {python}; install the same environment at the same path",
 }
-"""Words of ssh -> what is wrong with the host, and the cure."""
+"""Words of ssh, a shell or Python, as a pattern -> what is wrong with the host, and the cure."""
 
 MODULES: Final = {
     "train": ("phalanx.train.run", "phalanx.script.proof"),
@@ -113,11 +119,12 @@ class Remote:
         """Start the agent, by ssh unless the host is this machine."""
         self.host, self.lost, self.errors, self.ranks = host, "", "", range(0)
         self.answers: dict[str, Message] = {}
-        here = request.folder if host.is_local else None
+        self._folder = request.folder
         self.process = subprocess.Popen(
             agent_command(host, request, connect_s),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            cwd=here, start_new_session=True,  # a terminal's Ctrl-C must not reach ssh
+            cwd=request.folder if host.is_local else None,
+            start_new_session=True,  # a terminal's Ctrl-C must not reach ssh
         )  # fmt: skip
         process: Any = self.process
         self.channel = Channel(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno()))
@@ -138,17 +145,20 @@ class Remote:
         assert self.process.stderr is not None
         self.process.stderr.close()
 
-    def why_not(self, own: dict[str, str], folder: str) -> str:
+    def why_not(self) -> str:
         """Return a sentence if the host cannot take part, with the cure; else an empty text."""
-        name, code = self.host.name, self.process.poll()
+        who, code, own = f"host {self.host.name}", self.process.poll(), versions()
         if (facts := self.answers.get("facts")) is not None:
             unlike = [each for each in own if facts["versions"].get(each) != own[each]]
+            theirs = ", ".join(f"{each} {facts['versions'].get(each)}" for each in unlike)
+            ours = ", ".join(f"{each} {own[each]}" for each in unlike)
             if unlike:
-                theirs = ", ".join(f"{each} {facts['versions'].get(each)}" for each in unlike)
-                ours = ", ".join(f"{each} {own[each]}" for each in unlike)
-                return f"host {name} has {theirs}, but this machine has {ours}; install the same"
-            return ""
-        return why_no_agent(self.host, code, self.errors, folder)
+                return f"{who} has {theirs}, but this machine has {ours}; install the same"
+            name = next(link.way(self.host.name))
+            # With 127.0.1.1 in /etc/hosts, ssh reaches this machine in place of the host.
+            is_this = not self.host.is_local and name.cure and name.values["address"]
+            return str(name) if is_this else ""
+        return why_no_agent(self.host, code, self.errors, self._folder)
 
 
 def why_no_agent(host: Host, code: int | None, errors: str, folder: str) -> str:
@@ -160,26 +170,20 @@ def why_no_agent(host: Host, code: int | None, errors: str, folder: str) -> str:
         errors: the error output of that command.
         folder: the working folder.
     """
-    name = host.name
     words = printable(errors.strip().rpartition("\n")[2])
-    if code == NO_FOLDER:
-        return f"host {name} has no folder {folder}; make it, or share it by NFS"
-    if code == NO_PYTHON:
-        return (
-            f"host {name} has no {sys.executable}; install the same environment at the same "
-            "path, or share its folder"
-        )
-    if "No module named" in errors:
-        return (
-            f"host {name}: {words}; install phalanx there by: {sys.executable} -m pip install "
-            "phalanx-train, or give PYTHONPATH"
-        )
+    names = {"folder": folder, "python": sys.executable, "name": host.name}
     for pattern, cure in CURES.items():
-        if any(word.lower() in errors.lower() for word in pattern.split("|")):
-            return f"host {name}: {cure.format(target=host.target, name=name)} ({words})"
+        if re.search(pattern, errors, re.IGNORECASE):
+            return f"host {host.name}: {cure.format(target=host.target, **names)} ({words})"
     if code is None:
-        return f"host {name} did not answer in time; see: ssh {host.target} true"
-    return f"host {name}: its agent ended with exit code {code}: {words or 'without a word'}"
+        return f"host {host.name} did not answer in time; see: ssh {host.target} true"
+    return f"host {host.name}: its agent ended with exit code {code}: {words or 'without a word'}"
+
+
+def ssh_command(host: Host, request: LaunchRequest, connect_s: float, script: str) -> list[str]:
+    """Return the command that runs a shell script on a host."""
+    options = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_s:.0f}"]
+    return [*request.ssh, *options, host.target, f"exec sh -c {shlex.quote(script)}"]
 
 
 def agent_command(
@@ -192,42 +196,52 @@ def agent_command(
     agent = [sys.executable, "-P", "-m", module]
     if host.is_local:
         return agent
-    if path := os.environ.get("PYTHONPATH"):
-        agent = ["env", f"PYTHONPATH={path}", *agent]
-    script = (
-        f"cd {shlex.quote(request.folder)} 2>/dev/null || exit {NO_FOLDER}; "
-        f"test -x {shlex.quote(sys.executable)} || exit {NO_PYTHON}; exec {shlex.join(agent)}"
-    )
-    options = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={connect_s:.0f}"]
-    return [*request.ssh, *options, host.target, f"exec sh -c {shlex.quote(script)}"]
+    path = os.environ.get("PYTHONPATH")
+    words = [*(["env", f"PYTHONPATH={path}"] if path else []), *agent]
+    script = f"cd {shlex.quote(request.folder)} && exec {shlex.join(words)}"
+    return ssh_command(host, request, connect_s, script)
 
 
-class End(NamedTuple):
-    """How a generation has ended: the job with it, if there is an exit code; else what is lost."""
+@dataclass(kw_only=True)
+class Progress:
+    """What a launcher must know of a job that another has begun.
 
-    exit_code: int | None = None
-    lost: str = ""
+    Attributes:
+        job: name of the job, which its agents know.
+        generation: number of the generation.
+        restarts: number of generations that a loss began.
+        fewest: fewest ranks on which the job continues; 0: not known yet.
+        strategy: the strategy of the first generation.
+        report: the last report of rank 0.
+    """
+
+    job: str = field(default_factory=lambda: secrets.token_hex(4))
+    generation: int = 0
+    restarts: int = 0
+    fewest: int = 0
+    strategy: str | None = None
+    report: JobReport | None = None
 
 
 class Launcher:
     """A job on several hosts, from the first connection to the exit code."""
 
-    def __init__(self, request: LaunchRequest) -> None:
+    def __init__(self, request: LaunchRequest, progress: Progress | None = None) -> None:
         self._request = request
-        self._job = secrets.token_hex(4)
+        self._progress = progress or Progress()
+        self._hosts = list(request.hosts)
+        self._remotes: list[Remote] = []
         self._selector = selectors.DefaultSelector()
         self._clock = ListeningClock(LISTENING_S)
         self._leases = Leases[str](lambda: self._clock.now_s)
-        self._remotes: list[Remote] = []
         self._signals: list[int] = []
-        self._stop = 0
-        self._strategy: str | None = None
-        self._report: JobReport | None = None
-        self._generation = 0
-        self._ended_s, self._why = 0.0, ""  # when a generation ended, and why
-        self._joining: tuple[Remote, socket.socket] | None = None
-        self._is_stopping_to_join = False
-        self._begin_generation()
+        self._stop = 0  # the signal that was forwarded
+        self._asking: socket.socket | None = None  # a join
+        self._is_joining = False  # the ranks were asked to end, for a host that joins
+        self._ended_s, self._why = time.monotonic(), "launcher was lost"  # of the last generation
+        self._codes: dict[int, int] = {}
+        self._stopped: list[int] = []
+        self._has_stepped = False
 
     def run(self) -> int:
         """Run the job and return its exit code.
@@ -236,110 +250,133 @@ class Launcher:
             ConfigError: a host cannot take part, before any rank has started.
             Interrupted: a signal arrived before any rank has started.
         """
-        with collected() as self._signals:
+        with collected() as self._signals, self._control():
             try:
-                for host in self._request.hosts:
-                    self._remotes.append(self._connect(host, CONNECT_S))
-                self._await(self._remotes, "facts", CONNECT_S + AGENT_S)
-                self._check()
-                with self._control():
-                    return self._run()
+                return self._run()
             finally:
-                self._end()
+                for remote in self._remotes:
+                    if not remote.lost:
+                        remote.channel.send("end")
+                        remote.channel.close()
+                until_s = time.monotonic() + LAST_WORDS_S
+                for remote in self._remotes:
+                    if not remote.lost:
+                        remote.end(max(0.1, until_s - time.monotonic()))
+                self._selector.close()
 
     def _run(self) -> int:
-        most, restarts = sum(remote.host.num_ranks for remote in self._remotes), 0
-        fewest = self._request.min_ranks or most // 2 + 1
-        num_ranks, run = most, None
-        strategy: str | None = None
+        now, most_restarts = self._progress, self._request.restarts
         while True:
-            self._start(num_ranks, strategy, run)
-            end = self._watch()
-            if end.exit_code is not None:
-                return end.exit_code
-            if end.lost:
-                report(end.lost)
-                if restarts == self._request.restarts:
-                    if restarts:
-                        report(f"the job ends, because it has begun again {restarts} times")
-                    return 1
-                restarts += 1
-            self._recover()
+            self._gather(is_first=now.generation == 0)
             if self._signals:
                 return 128 + self._signals[0]
-            num_left = sum(remote.host.num_ranks for remote in self._remotes)
-            if num_left < fewest:
-                report(
-                    f"the job ends, because {num_left} of {most} ranks are left and --min-ranks is "
-                    f"{fewest}{self._advice()}"
-                )
+            num_left = sum(host.num_ranks for host in self._hosts)
+            now.fewest = now.fewest or self._request.min_ranks or num_left // 2 + 1
+            if num_left < now.fewest:
+                run = f"; {now.report.run} has its last state" if now.report else ""
+                report(f"the job ends: {num_left} ranks are left, --min-ranks is {now.fewest}{run}")
                 return 1
-            # What the next generation computes:
-            #
-            #     rank 0 had reported     its strategy on what is left, from the last state
-            #     it had not              the same command: nothing has been done
-            before = self._strategy or strategy_of(self._request.command)
-            rows = self._report.global_rows if self._report is not None else None
-            num_ranks = num_left
-            if before is not None and (self._report is not None or num_left != most):
-                fitting = Strategy.parse(before)
-                if num_left > fitting.num_ranks:  # by hosts that have joined: more data ranks
-                    axis = "fsdp" if fitting.dp.degree == 1 < fitting.fsdp.degree else "dp"
-                    degree = num_left * getattr(fitting, axis).degree // fitting.num_ranks
-                    fitting = fitting.with_degree(axis, degree)
-                fitting = shrunk(fitting, num_left, rows)
-                strategy, num_ranks = str(fitting), fitting.num_ranks
-            run = self._report.run if self._report is not None else None
-            self._generation += 1
-            hosts = ",".join(str(remote.host) for remote in self._remotes)
-            self._why = "loss was seen" if end.lost else "ranks were asked to end"
-            which = f"restart {restarts} of {self._request.restarts}" if end.lost else "join"
-            where = "the begin" if self._report is None else f"the last state of {run or 'its run'}"
-            report(f"{which}: {strategy or f'{num_ranks} ranks'} on {hosts}, from {where}")
+            strategy, num_ranks = self._fitting(num_left)
+            if now.generation:
+                which = f"restart {now.restarts} of {most_restarts}"
+                where = "the last state" if now.report is not None else "the begin"
+                where += f" of {now.report.run}" if now.report and now.report.run else ""
+                hosts = ",".join(map(str, self._hosts))
+                name = strategy or f"{num_ranks} ranks"
+                report(f"{'join' if self._is_joining else which}: {name} on {hosts}, from {where}")
+            self._is_joining = False
+            self._start(num_ranks, strategy)
+            end = self._watch()
+            if isinstance(end, int):
+                return end
+            if not self._is_joining:
+                report(end)
+                if now.restarts == most_restarts:
+                    if most_restarts:
+                        report(f"the job ends, because it has begun again {most_restarts} times")
+                    return 1
+                now.restarts += 1
+            self._why = "ranks were asked to end" if self._is_joining else "loss was seen"
+            now.generation += 1
+
+    def _fitting(self, num_left: int) -> tuple[str | None, int]:
+        """Return the strategy of the next generation, None for the command's, and its ranks."""
+        # rank 0 has reported     its strategy on what is left, from the last state
+        # it has not              the same command: nothing has been done
+        now = self._progress
+        strategy = Strategy.parse(now.strategy) if now.strategy else self._request.strategy
+        if strategy is None or now.generation == 0:
+            return None, num_left
+        if num_left == strategy.num_ranks and now.report is None:
+            return None, num_left
+        if num_left > strategy.num_ranks:  # by hosts that have joined: more data ranks
+            axis = "fsdp" if strategy.dp.degree == 1 < strategy.fsdp.degree else "dp"
+            degree = num_left * getattr(strategy, axis).degree // strategy.num_ranks
+            strategy = strategy.with_degree(axis, degree)
+        strategy = shrunk(strategy, num_left, now.report.global_rows if now.report else None)
+        return str(strategy), strategy.num_ranks
 
     # Hosts.
 
     def _connect(self, host: Host, connect_s: float) -> Remote:
         """Start the agent of a host, and hear it from now on."""
         try:
-            remote = Remote(host, self._request, self._job, connect_s)
+            remote = Remote(host, self._request, self._progress.job, connect_s)
         except OSError as error:
             raise ConfigError(
                 f"the command {error.filename} cannot be run: {error.strerror}; install OpenSSH's "
                 "client, or name another by --ssh"
             ) from None
         read = selectors.EVENT_READ
+        self._remotes.append(remote)
         self._leases.renew(remote.host.name)
         self._selector.register(remote.channel.source, read, lambda: self._hear(remote))
         self._selector.register(remote.error_output, read, lambda: self._hear_errors(remote))
         return remote
 
-    def _check(self) -> None:
-        """Raise ConfigError for hosts that cannot take part; give the others their ranks."""
-        if self._signals:
+    def _gather(self, *, is_first: bool) -> None:
+        """Kill the ranks that are left, and get an agent on each host that has none.
+
+        Hosts that cannot take part are left out.
+
+        Raises:
+            ConfigError: `is_first`, and a host cannot take part.
+            Interrupted: `is_first`, and a signal arrived.
+        """
+        living = [remote for remote in self._remotes if not remote.lost]
+        self._remotes = [*living]
+        for remote in living:
+            remote.answers.pop("cleared", None)
+            remote.channel.send("clear")
+        names = [remote.host.name for remote in living]
+        connect_s, agent_s = (CONNECT_S, AGENT_S) if is_first else (AGAIN_S, AGAIN_S)
+        absent = [host for host in self._hosts if host.name not in names]
+        new = [self._connect(host, connect_s) for host in absent]
+        self._await(living, "cleared", START_S)
+        self._await(new, "facts", connect_s + agent_s)
+        if is_first and self._signals:
             raise Interrupted(self._signals[0])
-        own = versions()
-        whys = [remote.why_not(own, self._request.folder) for remote in self._remotes]
-        for remote in self._remotes:
-            name = next(link.way(remote.host.name))
-            # ssh would reach this machine in place of the host: 127.0.1.1 in /etc/hosts.
-            if name.cure and name.values["address"] and not remote.host.is_local:
-                whys.append(str(name))
-        if any(whys):
-            raise ConfigError("\n".join(filter(None, whys)))
-        open_ended = [remote for remote in self._remotes if not remote.host.num_ranks]
-        text = strategy_of(self._request.command)
-        rest = (Strategy.parse(text).num_ranks if text else 0) - self._request.num_ranks
-        for remote in open_ended:
+        whys = {remote: why for remote in new if (why := remote.why_not())}
+        if is_first and whys:
+            raise ConfigError("\n".join(whys.values()))
+        for remote, why in whys.items():
+            self._lose(remote, why)
+            report(f"left out: {why}")
+        names = [host.name for host in self._hosts]
+        self._remotes = [remote for remote in self._remotes if not remote.lost]
+        self._remotes.sort(key=lambda remote: names.index(remote.host.name))
+        # A host without a number of ranks has as many as its share of the strategy, or its GPUs.
+        strategy = self._request.strategy
+        unnumbered = [remote for remote in self._remotes if not remote.host.num_ranks]
+        rest = (strategy.num_ranks if strategy else 0) - self._request.num_ranks
+        for remote in unnumbered:
             facts = remote.answers["facts"]
             num_ranks = facts["num_gpus"] or min(2, facts["num_cores"])
-            if rest > 0 and rest % len(open_ended) == 0:
-                num_ranks = rest // len(open_ended)
+            if rest > 0 and rest % len(unnumbered) == 0:
+                num_ranks = rest // len(unnumbered)
             remote.host = replace(remote.host, num_ranks=num_ranks)
-        self._prepare(self._remotes)
-
-    def _prepare(self, remotes: Iterable[Remote]) -> None:
-        for remote in remotes:
+        self._hosts = [remote.host for remote in self._remotes]
+        for remote in self._remotes:
             remote.channel.send("prepare", modules=MODULES[self._request.command[0]])
 
     def _lose(self, remote: Remote, why: str) -> None:
@@ -350,77 +387,33 @@ class Launcher:
             remote.process.wait(0.2)  # its last words
         self._hear_errors(remote)
         remote.lost = why
-        self._leases.forget(remote.host.name)
         for descriptor in (remote.channel.source, remote.error_output):
             with suppress(KeyError):
                 self._selector.unregister(descriptor)
         remote.channel.close()
         remote.end(0)
 
-    def _recover(self) -> None:
-        """Kill the ranks that are left, and ask each lost host once more for an agent."""
-        if self._is_stopping_to_join and self._joining is not None:
-            self._remotes.append(self._joining[0])
-            self._joining, self._is_stopping_to_join = None, False
-        for remote in self._remotes:
-            remote.answers.pop("cleared", None)
-            remote.channel.send("clear") if not remote.lost else None
-        before, self._remotes = self._remotes, [each for each in self._remotes if not each.lost]
-        again = [self._connect(each.host, AGAIN_S) for each in before if each.lost]
-        self._await(self._remotes, "cleared", START_S)
-        self._await(again, "facts", 2 * AGAIN_S)
-        own = versions()
-        for remote in again:
-            if why := remote.why_not(own, self._request.folder):
-                self._lose(remote, why)
-                report(f"left out: {why}")
-        self._prepare(each for each in again if not each.lost)
-        names = [each.host.name for each in before]
-        self._remotes = sorted(
-            (each for each in [*self._remotes, *again] if not each.lost),
-            key=lambda each: names.index(each.host.name),
-        )
-
-    def _end(self) -> None:
-        """End all agents, which end their ranks."""
-        alive = [remote for remote in self._remotes if not remote.lost]
-        if self._joining is not None and not self._joining[0].lost:
-            alive.append(self._joining[0])
-        for remote in alive:
-            remote.channel.close()
-        until_s = time.monotonic() + LAST_WORDS_S
-        for remote in alive:
-            remote.end(max(0.1, until_s - time.monotonic()))
-        self._selector.close()
-
     # A generation.
 
-    def _begin_generation(self) -> None:
-        self._codes: dict[int, int] = {}
-        self._stopped: list[int] = []
-        self._has_stepped = False
-        for remote in self._remotes:
-            remote.ranks = range(0)
-            for kind in ("store", "reached", "advice"):
-                remote.answers.pop(kind, None)
-
-    def _start(self, num_ranks: int, strategy: str | None, run: str | None) -> None:
+    def _start(self, num_ranks: int, strategy: str | None) -> None:
         """Start the ranks; what is lost meanwhile shows in `_watch`.
 
         Raises:
             ConfigError: in the first generation, a host does not reach the store.
         """
-        self._begin_generation()
-        first, *others = self._remotes
+        self._codes, self._stopped, self._has_stepped = {}, [], False
+        for remote in self._remotes:
+            remote.ranks = range(0)
+            remote.answers = {"facts": remote.answers["facts"]}
+        now, (first, *others) = self._progress, self._remotes
         first.channel.send("store", port=self._request.port)
         self._await([first], "store", START_S)
         if "store" not in first.answers:
             if not self._signals:
                 self._lose(first, f"its store did not start within {START_S:.0f} s")
             return
-        port = first.answers["store"]["value"]
-        why = "it has no address that the other hosts know"
-        address = "127.0.0.1"
+        port, address = first.answers["store"]["value"], "127.0.0.1"
+        why, unreached = "it has no address that the other hosts know", others[:1]
         for address in self._addresses(first, others):
             for remote in others:
                 remote.answers.pop("reached", None)
@@ -431,28 +424,32 @@ class Launcher:
                 break
             why = unreached[0].answers["reached"]["why"]
             why = f"host {unreached[0].host.name} does not reach {address}, port {port}: {why}"
-        else:
-            if self._generation:
-                self._lose(others[0], why)
-            elif not self._signals:
-                raise ConfigError(
-                    f"{why}; open the port on host {first.host.name} (a firewall?), choose one by "
-                    "--port, or see: phalanx doctor --peer"
-                )
-        num_before = 0
-        for index, remote in enumerate(self._remotes):
-            num_here = min(remote.host.num_ranks, num_ranks - num_before)
-            remote.ranks = range(num_before, num_before + num_here)
+        if unreached and now.generation:
+            self._lose(unreached[0], why)
+        elif unreached and not self._signals:
+            raise ConfigError(
+                f"{why}; open the port on host {first.host.name} (a firewall?), choose one by "
+                f"--port, or see: phalanx doctor --peer {first.host.name}"
+            )
+        launched = {"generation": now.generation, "restarts": self._request.restarts}
+        launched |= {"strategy": strategy, "first": now.strategy}
+        launched |= {"run": now.report.run if now.report is not None else None}
+        variables = {
+            "WORLD_SIZE": f"{num_ranks}",
+            "MASTER_ADDR": address,
+            "MASTER_PORT": f"{port}",
+            "TORCHELASTIC_RUN_ID": now.job,
+            "TORCHELASTIC_RESTART_COUNT": f"{now.generation}",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        command, begin = self._request.command, 0
+        for remote in self._remotes:
+            num_here = min(remote.host.num_ranks, num_ranks - begin)
+            remote.ranks = range(begin, begin + num_here)
             if num_here and not remote.lost:
-                remote.channel.send(
-                    "start",
-                    **{"job": self._job, "generation": self._generation, "host": index},
-                    **{"first": num_before, "num_here": num_here, "num_ranks": num_ranks},
-                    **{"address": address, "port": port, "command": self._request.command},
-                    **{"strategy": strategy, "original": self._strategy, "run": run},
-                    restarts=self._request.restarts,
-                )
-            num_before += num_here
+                ranks = {"first": begin, "num_here": num_here, "variables": variables}
+                remote.channel.send("start", **ranks, command=command, launched=launched)
+            begin += num_here
 
     def _addresses(self, first: Remote, others: Sequence[Remote]) -> list[str]:
         """Return the addresses at which the other hosts may reach the first, likely ones first."""
@@ -465,34 +462,35 @@ class Launcher:
             addresses += [address_towards(remote.host.name) for remote in others]
         return list(dict.fromkeys(a for a in addresses if a and ":" not in a and a[:4] != "127."))
 
-    def _watch(self) -> End:
-        """Wait for the end of the generation."""
+    def _watch(self) -> int | str:
+        """Wait for the end of the generation; return the job's exit code, or what is lost."""
         since_s: float | None = None  # the first failure or loss
         while True:
             self._pump()
             now_s = time.monotonic()
             if len(self._signals) > 1:
-                return End(128 + self._signals[0])
+                return 128 + self._signals[0]
             if self._signals and not self._stop:
                 self._stop = self._signals[0]
                 self._send_signal(self._stop)
-            self._take_in()
-            all_ranks = {rank for remote in self._remotes for rank in remote.ranks}
+            if self._asking is not None:
+                connection, self._asking = self._asking, None
+                self._take_in(connection)
+            asked = 128 + (self._stop or signal.SIGTERM * self._is_joining)
             ended = self._codes.keys() | {
-                rank for remote in self._remotes if remote.lost for rank in remote.ranks
+                r for each in self._remotes if each.lost for r in each.ranks
             }
-            asked = {128 + self._stop} if self._stop else set[int]()
-            if self._is_stopping_to_join:
-                asked |= {128 + signal.SIGTERM}
-            failures = [code for code in self._codes.values() if 0 < code != 255]
-            failures = [code for code in failures if code != LOST_PEER and code not in asked]
+            are_over = all(rank in ended for each in self._remotes for rank in each.ranks)
+            failures = [
+                c for c in self._codes.values() if 0 < c != asked and c not in (LOST_PEER, 255)
+            ]
             lost = self._losses()
-            if all_ranks <= ended and not failures and not lost:
-                if self._is_stopping_to_join and any(self._codes.values()) and not self._stop:
-                    return End()
-                return End(128 + self._stop if any(self._codes.values()) and self._stop else 0)
             is_vague = not failures and not lost and LOST_PEER in self._codes.values()
             if not failures and not lost and not is_vague:
+                if are_over and not any(self._codes.values()):
+                    return 0
+                if are_over:
+                    return 128 + self._stop if self._stop else ""
                 continue
             # What happens to several ranks at once is one event, which has one cause:
             #
@@ -501,18 +499,26 @@ class Launcher:
             #     a peer of a rank is lost    one of both, which takes a while to show
             if since_s is None:
                 since_s = self._ended_s = now_s
-            if now_s - since_s < (PEERS_S if is_vague else TOGETHER_S) and not all_ranks <= ended:
+            if now_s - since_s < (PEERS_S if is_vague else TOGETHER_S) and not are_over:
                 continue
             if self._stop:
-                return End(failures[0] if failures else 128 + self._stop)
-            if failures and next(code for code in self._codes.values() if code) == failures[0]:
-                return End(failures[0])
+                return failures[0] if failures else 128 + self._stop
+            if failures and next(filter(None, self._codes.values())) == failures[0]:
+                return failures[0]
+            self._is_joining = False
             if is_vague:
                 rank = next(rank for rank, code in self._codes.items() if code)
                 lost = f"rank {rank} on {self._host_of(rank)} has lost another rank"
-            if self._request.restarts == 0:
-                lost += self._advice()
-            return End(lost=lost)
+            if self._progress.restarts == self._request.restarts:
+                for remote in self._remotes:
+                    if not remote.lost:
+                        remote.channel.send("advice")
+                self._await(self._remotes, "advice", LAST_WORDS_S)
+                words = [
+                    r.answers["advice"]["value"] for r in self._remotes if "advice" in r.answers
+                ]
+                lost = "\n".join([lost, *filter(None, words[:1])])
+            return lost
 
     def _losses(self) -> str:
         """Return a sentence on the hosts and ranks that are lost, or an empty text."""
@@ -528,27 +534,13 @@ class Launcher:
         return "lost: " + "; ".join(lost) if lost else ""
 
     def _host_of(self, rank: int) -> str:
-        if rank < 0:
-            return f"{self._remotes[0].host.name} (the store)"
-        return next(each.host.name for each in self._remotes if rank in each.ranks)
+        hosts = [each.host.name for each in self._remotes if rank in each.ranks]
+        return hosts[0] if hosts else f"{self._remotes[0].host.name} (the store)"
 
     def _send_signal(self, signum: int) -> None:
         for remote in self._remotes:
             if not remote.lost:
                 remote.channel.send("signal", signum=signum)
-
-    def _advice(self) -> str:
-        """Return how to resume, as a living rank says it, with a line break before it."""
-        living = [each for each in self._remotes if not each.lost]
-        for remote in living:
-            remote.channel.send("advice")
-        until_s = time.monotonic() + LAST_WORDS_S
-        while time.monotonic() < until_s:
-            self._pump()
-            for remote in living:
-                if (answer := remote.answers.get("advice")) and answer["value"]:
-                    return f"\n{answer['value']}"
-        return ""
 
     # Messages.
 
@@ -586,13 +578,14 @@ class Launcher:
             elif kind == "stopped":
                 self._stopped += [message["rank"]] if rank in remote.ranks else []
             elif kind == "report":
-                self._report = JobReport(**message["value"])
-                self._strategy = self._strategy or self._report.strategy
-            elif kind == "step":
-                if self._generation and not self._has_stepped:
+                self._progress.report = JobReport(**message["value"])
+                self._progress.strategy = self._progress.strategy or message["value"]["strategy"]
+                self._name_successors()
+            elif kind == "step" and not self._has_stepped:
+                self._has_stepped = True
+                if self._progress.generation:
                     took_s = time.monotonic() - self._ended_s
                     report(f"step {message['value']} is done, {took_s:.1f} s after the {self._why}")
-                self._has_stepped = True
             else:
                 remote.answers[kind] = message
 
@@ -602,13 +595,13 @@ class Launcher:
             text = os.read(remote.error_output, 1 << 16).decode(errors="backslashreplace")
         except (BlockingIOError, OSError):
             return
+        remote.errors += text
         if not text:
             with suppress(KeyError):
                 self._selector.unregister(remote.error_output)
         elif "facts" in remote.answers:
-            self._print(remote, None, text, 2)
-        else:
-            remote.errors += text
+            lines, _, remote.errors = remote.errors.rpartition("\n")
+            self._print(remote, None, lines, 2)
 
     def _print(self, remote: Remote, rank: int | None, text: str, stream: int) -> None:
         """Print lines with rank and host in front; the host only if there are several."""
@@ -620,69 +613,93 @@ class Launcher:
         output.write("".join(f"[{' '.join(words)}] {line}\n" for line in lines))
         output.flush()
 
-    # Hosts that join.
+    # Hosts that join, and the loss of this host.
 
     @contextmanager
     def _control(self) -> Generator[None]:
-        """Listen for `join`, and for what asks which jobs run."""
+        """Listen for `join`."""
+
+        def accept() -> None:
+            self._asking, _ = listener.accept()
+
         path = control_folder() / f"{os.getpid()}.sock"
+        path.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
             listener.listen()
-            accept = lambda: self._asked(listener.accept()[0])  # noqa: E731
             self._selector.register(listener, selectors.EVENT_READ, accept)
             try:
                 yield
             finally:
                 path.unlink(missing_ok=True)
 
-    def _asked(self, connection: socket.socket) -> None:
-        """Connect to the host that a `join` names; `_take_in` does the rest."""
+    def _take_in(self, connection: socket.socket) -> None:
+        """Start the agent of a host that joins, and ask the ranks to save and end."""
         connection.settimeout(1.0)
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError), connection:
             host = parse_host(connection.recv(1000).decode())
-            refusal = ""
-            if self._joining is not None or self._stop:
-                refusal = "the job stops, or another host joins it; try again later"
-            elif any(host.name == each.host.name and not each.lost for each in self._remotes):
-                refusal = f"host {host.name} takes part in the job already"
-            if not refusal:
-                self._joining = self._connect(host, CONNECT_S), connection
+            if any(host.name == each.name for each in self._hosts):
+                connection.sendall(f"host {host.name} takes part in the job already".encode())
                 return
-            connection.sendall(refusal.encode())
-        connection.close()
-
-    def _take_in(self) -> None:
-        """Ask the ranks to save and end, once the agent of a host that joins has answered."""
-        if self._joining is None or self._is_stopping_to_join:
-            return
-        remote, connection = self._joining
-        if not remote.lost and "facts" not in remote.answers and remote.process.poll() is None:
-            return
-        with suppress(OSError), connection:
-            if why := remote.why_not(versions(), self._request.folder):
+            remote = self._connect(host, CONNECT_S)
+            self._await([remote], "facts", CONNECT_S + AGENT_S)
+            if why := remote.why_not():
                 self._lose(remote, why)
-                self._joining = None
+                self._remotes.remove(remote)
                 connection.sendall(why.encode())
                 return
-            facts = remote.answers["facts"]
-            num_ranks = remote.host.num_ranks or facts["num_gpus"] or min(2, facts["num_cores"])
-            remote.host = replace(remote.host, num_ranks=num_ranks)
-            self._prepare([remote])
-            report(f"host {remote.host} joins: the ranks save and end after this step")
-            self._is_stopping_to_join, self._ended_s = True, time.monotonic()
+            self._hosts.append(host)
+            report(f"host {host} joins: the ranks save and end after this step")
+            self._is_joining, self._ended_s = True, time.monotonic()
             self._send_signal(signal.SIGTERM)
             connection.sendall(TAKEN_IN)
 
+    def _name_successors(self) -> None:
+        """Tell the agents how to continue the job if this process is lost with its host."""
+        if self._progress.restarts < self._request.restarts:
+            hosts = [host for host in self._hosts if not host.is_local]
+            request = asdict(self._request) | {"hosts": [asdict(host) for host in hosts]}
+            progress = asdict(self._progress) | {"restarts": self._progress.restarts + 1}
+            progress["generation"] += 1
+            state = {"request": request, "progress": progress, "host": socket.gethostname()}
+            for remote in self._remotes:
+                if not remote.host.is_local and not remote.lost:
+                    remote.channel.send("successor", state=state, own=remote.host.name)
 
-def strategy_of(command: Sequence[str]) -> str | None:
-    """Return the strategy that the words of a command name, or None."""
-    for word, following in zip(command, (*command[1:], ""), strict=True):
-        name, _, value = word.partition("=")
-        if name == "--strategy":
-            value = value or following
-            return None if value == "auto" else value
-    return None
+
+def read_state(state: Message) -> tuple[LaunchRequest, Progress]:
+    """Return the job and its progress, as a launcher has sent them to its agents."""
+    request, progress = state["request"], state["progress"]
+    request |= {"hosts": tuple(Host(**host) for host in request["hosts"])}
+    request |= {name: tuple(request[name]) for name in ("command", "ssh")}
+    request |= {"variables": tuple((name, value) for name, value in request["variables"])}
+    progress |= {"report": JobReport(**progress["report"])}
+    return LaunchRequest(**request), Progress(**progress)
+
+
+def succeed(state: Message, own: str) -> None:
+    """Start a launcher on this host, whose agent has lost the launcher of its job.
+
+    Another host does it if it comes first in the order of hosts. If ssh still reaches the host of
+    the launcher, somebody has killed the launcher on purpose, and the job ends.
+    """
+    request, progress = read_state(json.loads(json.dumps(state)))
+    names = [host.name for host in request.hosts]
+    for host in (Host(state["host"]), *request.hosts[: names.index(own)]):
+        words = ssh_command(host, request, AGAIN_S, "true")
+        asked = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if asked.returncode == 0 or not re.search(UNREACHABLE, asked.stderr, re.IGNORECASE):
+            return
+    assert progress.report is not None
+    log = Path(progress.report.run or request.folder) / "launch.log"
+    with log.open("ab") as output:
+        launcher = subprocess.Popen(
+            [sys.executable, "-P", "-m", "phalanx.cli.launch"],
+            stdin=subprocess.PIPE, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+    assert launcher.stdin is not None
+    launcher.stdin.write(json.dumps(state).encode())
+    launcher.stdin.close()
 
 
 def control_folder() -> Path:

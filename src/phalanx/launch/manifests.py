@@ -1,6 +1,6 @@
 """Write scripts and manifests that start a job where `phalanx launch` cannot, by schedulers.
 
-    kind          what is written                       who numbers the ranks
+    kind          text                                  who numbers the ranks
     torchrun      a command line for each host          torchrun, from --node-rank
     env           variables and a command a rank        the variables
     slurm         a script for sbatch                   srun, read by `schedulers`
@@ -23,7 +23,6 @@ from importlib import metadata
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from phalanx import __version__
 from phalanx.errors import ConfigError
 from phalanx.launch.hosts import LaunchRequest
 
@@ -37,7 +36,6 @@ STOP_S: Final = 120
 """Seconds from SIGTERM to the end, in which the ranks save."""
 
 NAME: Final = "phalanx"
-IMAGE: Final = f"phalanx-train:{__version__}"
 
 
 def text(kind: str, request: LaunchRequest) -> str:
@@ -198,7 +196,7 @@ def _dockerfile(request: LaunchRequest) -> str:
     is_on_cpu = _option(request, "--device") == "cpu"
     index = " --index-url https://download.pytorch.org/whl/cpu" if is_on_cpu else ""
     return f"""\
-# In a clone of Phalanx: docker build --tag {IMAGE} --file Dockerfile .
+# In a clone of Phalanx: docker build --tag {_image()} --file Dockerfile .
 FROM python:{sys.version_info.major}.{sys.version_info.minor}-slim
 RUN pip install --no-cache-dir torch=={torch}{index}
 COPY pyproject.toml README.md LICENSE constraints.txt /opt/phalanx/
@@ -241,6 +239,10 @@ def _option(request: LaunchRequest, name: str) -> str:
     return ""
 
 
+def _image() -> str:
+    return f"phalanx-train:{metadata.version('phalanx-train')}"
+
+
 def _pod(request: LaunchRequest, name: str, words: Sequence[str]) -> dict[str, Any]:
     """Return the specification of a pod: a host with its ranks, and the folder that all share."""
     num_ranks = request.hosts[0].num_ranks
@@ -256,7 +258,7 @@ def _pod(request: LaunchRequest, name: str, words: Sequence[str]) -> dict[str, A
         mounts.append({"name": "folder", "mountPath": str(out), "subPath": out.name})
     container = {
         "name": name,
-        "image": IMAGE,
+        "image": _image(),
         "command": list(words),
         "workingDir": request.folder,
         "env": [{"name": variable, "value": value} for variable, value in request.variables],
@@ -277,7 +279,7 @@ def _manifest(version: str, kind: str, spec: dict[str, Any]) -> str:
     """Return a manifest of Kubernetes as YAML, after what its reader has to provide."""
     content = {"apiVersion": version, "kind": kind, "metadata": {"name": NAME}, "spec": spec}
     lines = [
-        f"# image: the Dockerfile of --print dockerfile, as {IMAGE}, in your registry",
+        f"# image: the Dockerfile of --print dockerfile, as {_image()}, in your registry",
         f"# volume: a PersistentVolumeClaim {NAME}, ReadWriteMany, with the data and --out",
         *_yaml(content),
     ]

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from phalanx.errors import ConfigError
 
 
-class Launcher(NamedTuple):
+class LauncherVariables(NamedTuple):
     """A program that starts ranks, and the variables that each of them gets.
 
     Attributes:
@@ -33,7 +33,7 @@ class Launcher(NamedTuple):
     is_first_a_launch_node: bool = False
 
 
-SRUN: Final = Launcher(
+SRUN: Final = LauncherVariables(
     "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", ""
 )
 
@@ -43,27 +43,27 @@ SRUN: Final = Launcher(
 #   Open MPI          https://docs.open-mpi.org, "Environment variables set for MPI applications"
 #   MPICH, Intel MPI  MPICH's process manager Hydra; PBS's mpiexec on Cray (PALS) has other names
 LAUNCHERS: Final = (
-    Launcher(
+    LauncherVariables(
         *("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
         *("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
         "jsrun -E MASTER_ADDR=HOST",
         is_first_a_launch_node=True,
     ),
-    Launcher(
+    LauncherVariables(
         *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         "mpirun -x MASTER_ADDR=HOST",
     ),
-    Launcher(
+    LauncherVariables(
         *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
         *("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
         "mpiexec -genv MASTER_ADDR HOST",
     ),
-    Launcher(
+    LauncherVariables(
         *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
         "mpiexec -genv MASTER_ADDR HOST",
     ),
-    Launcher(
+    LauncherVariables(
         *("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
         "mpiexec --env MASTER_ADDR=HOST",
     ),
@@ -96,18 +96,31 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
         rank, num_ranks, local_rank, num_here = (environment[name] for name in launcher[:4])
         if environment.get("RANK") != rank if is_set else num_ranks == "1":
             continue
+        address = ""
         if launcher is SRUN:
             if "SLURM_STEP_NODELIST" not in environment:
                 continue
-            num_here = _tasks_here(environment, int(rank), int(local_rank))
+            tasks, node = tasks_of_nodes(num_here), int(environment.get("SLURM_NODEID", 0))
+            expected = sum(tasks[:node]) + int(local_rank)
+            if int(rank) != expected:
+                raise ConfigError(
+                    f"SLURM_PROCID is {rank} and SLURM_LOCALID {local_rank} on node {node}, but "
+                    f"the ranks of a host must be consecutive, which requires SLURM_PROCID "
+                    f"{expected}; start them with srun --distribution=block"
+                )
+            num_here, address = str(tasks[node]), first_node(environment["SLURM_STEP_NODELIST"])
+            job, step = (int(environment.get(f"SLURM_{name}_ID", 0)) for name in ("JOB", "STEP"))
+            port = str(FIRST_PORT + (job * 16 + step) % NUM_PORTS)
+        else:
+            job = next((environment[name] for name in JOBS if name in environment), "")
+            port = str(FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS)
         for name, value in (
             *(("RANK", rank), ("WORLD_SIZE", num_ranks)),
-            *(("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", num_here)),
-            ("MASTER_PORT", _port(environment, is_step=launcher is SRUN)),
+            *(("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", num_here), ("MASTER_PORT", port)),
         ):
             environment.setdefault(name, value)
         if "MASTER_ADDR" not in environment:
-            environment["MASTER_ADDR"] = _first_host(environment, launcher)
+            environment["MASTER_ADDR"] = address or _first_host(environment, launcher)
         break
     for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
         if name in environment and other not in environment:
@@ -117,32 +130,8 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
             )
 
 
-def _tasks_here(environment: MutableMapping[str, str], rank: int, local_rank: int) -> str:
-    """Return the number of tasks of srun on this host; raise if they are dealt out over hosts."""
-    tasks = tasks_of_nodes(environment[SRUN.num_here])
-    node = int(environment.get("SLURM_NODEID", 0))
-    if sum(tasks[:node]) + local_rank != rank:
-        raise ConfigError(
-            f"SLURM_PROCID is {rank} and SLURM_LOCALID {local_rank} on node {node}, but the "
-            f"ranks of a host must be consecutive, which requires SLURM_PROCID "
-            f"{sum(tasks[:node]) + local_rank}; start them with srun --distribution=block"
-        )
-    return str(tasks[node])
-
-
-def _port(environment: MutableMapping[str, str], *, is_step: bool) -> str:
-    """Return the port on which rank 0 hosts the job's store."""
-    if is_step:
-        step = int(environment.get("SLURM_STEP_ID", 0))
-        return str(FIRST_PORT + (int(environment.get("SLURM_JOB_ID", 0)) * 16 + step) % NUM_PORTS)
-    job = next((environment[name] for name in JOBS if name in environment), "")
-    return str(FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS)
-
-
-def _first_host(environment: MutableMapping[str, str], launcher: Launcher) -> str:
+def _first_host(environment: MutableMapping[str, str], launcher: LauncherVariables) -> str:
     """Return the host of rank 0: this one if all ranks are here, else by the batch job's list."""
-    if launcher is SRUN:
-        return first_node(environment["SLURM_STEP_NODELIST"])
     if environment["LOCAL_WORLD_SIZE"] == environment["WORLD_SIZE"]:
         return "127.0.0.1"
     hosts: list[str] = []

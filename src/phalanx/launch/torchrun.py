@@ -30,7 +30,7 @@ from phalanx.errors import (
     within_limits,
 )
 from phalanx.launch import interface, link, schedulers
-from phalanx.launch.agreement import agree, failing_together
+from phalanx.launch.agreement import agree, failing_together, own_cores
 from phalanx.launch.debug_net import VARIABLE as DEBUG_NET
 from phalanx.launch.debug_net import begin
 from phalanx.launch.failure import (
@@ -46,7 +46,6 @@ from phalanx.launch.failure import (
 )
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.launched import launched
-from phalanx.launch.local import num_cores
 from phalanx.launch.pipe import end_children
 from phalanx.launch.process_memory import collect_as_usual, keep_freed_memory
 from phalanx.launch.rank import remove_sockets
@@ -138,7 +137,7 @@ def joined(
         device = _use_device(env, device)
         if folder := os.environ.get(DEBUG_NET):
             begin(folder, env.rank)
-        torch.set_num_threads(threads or max(1, num_cores() // env.num_here))
+        torch.set_num_threads(threads or 1)
         join.raise_file_limit()
         with within_limits(f"rank {env.rank} cannot join the job"), link.explained(env):
             store = meet(env, timeout_s)
@@ -151,8 +150,10 @@ def joined(
         any_store: Any = store  # `clone` has no type; tests/debug/test_check.py pins it
         with Watch(any_store.clone(), env, timeout_s) as watch:
             stopping.watch = watch
-            if device == "cuda":
-                with failing_together(env, store):
+            with failing_together(env, store):
+                if threads is None:
+                    torch.set_num_threads(own_cores(env, store))
+                if device == "cuda":
                     _take_gpu(env, store)
             value = agree(env, store, prepare, facts)
             store.set_timeout(timedelta(seconds=timeout_s))

@@ -255,9 +255,11 @@ class Coordinator(Role):
             return
         self._schedulers.renew(number)
         self.map["stop_signal"] = self.map["stop_signal"] or int(said["stop_signal"])
-        group["workers"] = sorted({*group["workers"], *said["workers"]})
-        if said["num_live"] is not None:  # else it has just started, and workers are yet to ask
-            self._set_live(number, int(said["num_live"]))
+        if said["live"] is not None:  # else it has just started, and workers are yet to ask
+            for each in groups:  # a worker that was restarted may have changed its group
+                each["workers"] = sorted({*each["workers"]} - {*said["live"]})
+            group["workers"] = sorted({*group["workers"], *said["live"]})
+            self._set_live(number, len(said["live"]))
         if self.map["ended"]:
             self._told.add(address)
         if group["scheduler"] != address:

@@ -152,11 +152,13 @@ class TaskScheduler(Role):
 
     def facts(self) -> Settings:
         """Return the fields that the scheduler adds to its heartbeats."""
-        own: Settings = {"number": self.group, "workers": [], "stop_signal": self._stop_signal}
-        own["num_live"] = None if self.tasks is None and self.clock.now_s <= LEASE_S else 0
+        own: Settings = {"number": self.group, "live": None, "stop_signal": self._stop_signal}
         if self.tasks is not None:
-            own["workers"] = workers = sorted(self.tasks.workers)
-            own["num_live"] = sum(not self.tasks.is_lost(worker) for worker in workers)
+            own["live"] = sorted(
+                each for each in self.tasks.workers if not self.tasks.is_lost(each)
+            )
+        elif self.clock.now_s > LEASE_S:  # its workers would have asked
+            own["live"] = []
         return {**self._constant, "group": own}
 
     @override
@@ -169,19 +171,21 @@ class TaskScheduler(Role):
             self.tasks = Tasks(size, begin, end, is_open, lambda: self.clock.now_s)
         tasks, groups = self.tasks, self.member.map.get("groups", [])
         tasks.workers.add(worker)
+        if message.kind not in ("beat", "stats"):  # a worker that has left may beat and ask
+            tasks.leases.renew(worker)
         # A slot belongs to the group of its worker; slots of groups without a live worker, and of
         # workers that no group has heard of, are spread over the live groups.
         others = [(at, each) for at, each in enumerate(groups) if at != self.group]
         live = sorted({self.group, *(at for at, each in others if each["num_live"])})
         group_of = {slot: live[slot % len(live)] for slot in range(tasks.num_slots)}
         for at, each in others:
-            for slot in set(each["workers"]) - tasks.workers:
-                tasks.leases.leave(slot)  # another scheduler has its lease
-                group_of[slot] = at if at in live else group_of[slot]
+            for slot in each["workers"]:
+                if slot not in tasks.workers or tasks.is_lost(slot):  # else it has just come here
+                    tasks.workers.discard(slot)
+                    tasks.leases.leave(slot)  # another scheduler has its lease
+                    group_of[slot] = at if at in live else group_of[slot]
         group_of |= dict.fromkeys(tasks.workers, self.group)
         tasks.elsewhere = {slot for slot, group in group_of.items() if group != self.group}
-        if message.kind not in ("beat", "stats"):  # a worker that has left may beat and ask
-            tasks.leases.renew(worker)
         for slot, below in message.fields.get("done", ()):
             for clock in range(tasks.done.below[slot], below):
                 tasks.finish(clock, slot)

@@ -15,7 +15,7 @@ from phalanx.debug.check import LIMIT_S, CollectiveCheck
 from phalanx.errors import CheckpointError
 from phalanx.launch import rank_log
 from phalanx.launch.heartbeat import PULSE
-from phalanx.launch.launched import JobReport, launched
+from phalanx.launch.launched import JobReport, is_restarted, launched
 from phalanx.train.evaluate import Evaluation, evaluate
 from phalanx.train.notice import compiling
 from phalanx.train.pace import StopAndSaveSync
@@ -109,8 +109,9 @@ def take_steps(session: Session, records: Watcher) -> int:
     pace = StopAndSaveSync(60 * config.save_every_minutes, session.is_first)
     is_over = session.best is not None and session.best.is_over
     is_unsaved = False  # the run ends once a checkpoint could be saved
-    with compiling(config.compile):
-        _evaluate(session, records)
+    if not is_restarted():  # else the next step comes first
+        with compiling(config.compile):
+            _evaluate(session, records)
     saved = session.saved_steps
     if _is_save_due(session, saved):
         saved = _begin_save(session, pace, saved, is_passing=False)

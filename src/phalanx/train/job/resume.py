@@ -20,7 +20,7 @@ from phalanx.config.file import RUN_FILE, read_values
 from phalanx.config.validate import AUTO
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face import companions
-from phalanx.launch.launched import launched
+from phalanx.launch.launched import is_restarted, launched
 from phalanx.models.registry import shape_of as preset
 from phalanx.models.registry import with_sizes
 from phalanx.models.shape import ModelShape
@@ -64,7 +64,7 @@ def continuation(said: Mapping[str, Any]) -> dict[str, Any]:
         changes |= {"strategy": job.strategy, "nproc": None}
         if run is not None and (file := Path(run) / RUN_FILE).exists():
             changes |= _batch_of(file, Strategy.parse(job.strategy).data_ranks)
-    if job is not None and job.generation:
+    if is_restarted():
         from phalanx.checkpoint.in_memory import recover  # imports torch
 
         recover()

@@ -19,6 +19,7 @@ from phalanx.comm.together import barrier, gather_on_first
 from phalanx.comm.waits import around_waits
 from phalanx.config.profile_options import ProfileOptions
 from phalanx.launch.failure import READER_LEFT
+from phalanx.launch.launched import is_restarted
 from phalanx.measure.environment import device_name, environment
 from phalanx.measure.logs import RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryLedger, allocator_snapshot
@@ -364,7 +365,7 @@ class Records:
             config = self.session.config
             # Compiled steps have no prediction, a check of collectives would be measured too, and a
             # short run would take longer than without.
-            is_long = self.session.num_steps >= MEASURING_STEPS
+            is_long = self.session.num_steps >= MEASURING_STEPS and not is_restarted()
             measures = is_long and not (config.compile or config.debug_comm)
             with notice_if_slow("measuring the rates that predict a step"):
                 self.machine = machine_of(comm, cast(str, found), measures=measures)
