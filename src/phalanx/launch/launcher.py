@@ -152,8 +152,12 @@ class Remote:
             unlike = [each for each in own if facts["versions"].get(each) != own[each]]
             theirs = ", ".join(f"{each} {facts['versions'].get(each)}" for each in unlike)
             ours = ", ".join(f"{each} {own[each]}" for each in unlike)
-            sentence = f"{who} has {theirs}, but this machine has {ours}; install the same"
-            return sentence if unlike else ""
+            if unlike:
+                return f"{who} has {theirs}, but this machine has {ours}; install the same"
+            name = next(link.way(self.host.name))
+            # With 127.0.1.1 in /etc/hosts, ssh reaches this machine in place of the host.
+            is_this = not self.host.is_local and name.cure and name.values["address"]
+            return str(name) if is_this else ""
         return why_no_agent(self.host, code, self.errors, self._folder)
 
 
