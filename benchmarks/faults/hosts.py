@@ -52,10 +52,10 @@ def main():
         print(
             f"{time.strftime('%H:%M:%S')} {strategy} on {num_hosts} hosts, seed {seed}", flush=True
         )
-        found = run_case(strategy, int(num_hosts), seed, *options)
-        found |= {"num_hosts": int(num_hosts), "options": words[at + 1 :]}
+        result = run_case(strategy, int(num_hosts), seed, *options)
+        result |= {"num_hosts": int(num_hosts), "options": words[at + 1 :]}
         with RESULTS.open("a") as file:
-            file.write(json.dumps(found) + "\n")
+            file.write(json.dumps(result) + "\n")
     os._exit(0)
 
 

@@ -19,9 +19,9 @@ from phalanx.bench.faults import (
     KINDS,
     Fault,
     FaultsConfig,
+    History,
     Site,
     Strike,
-    Timeline,
     differences,
     on_record,
     order_of,
@@ -73,8 +73,8 @@ def test_faults_rise_before_the_end_and_each_kind_is_as_frequent(
         assert rising == sorted(set(rising)) and 1 <= rising[0] <= rising[-1] < steps
 
 
-def watched(*steps: tuple[float, int], lost: tuple[float, ...] = ()) -> Timeline:
-    seen = Timeline()
+def watched(*steps: tuple[float, int], lost: tuple[float, ...] = ()) -> History:
+    seen = History()
     seen.events = [(at_s, "lost", "") for at_s in lost]
     seen.add(0.0, {"kind": "config", "strategy": "dp4"})
     seen.add(1.5, {"kind": "ranks", "sent": {"dp": [2, 100.0], "world": [1, 20.0]}})
@@ -122,9 +122,9 @@ def test_faults_that_hosts_do_not_allow_are_refused_before_any_process_starts() 
     assert "did you mean 'stop'" in site.refusal("stopp")
 
 
-def seen(run: Path) -> Timeline:
+def seen(run: Path) -> History:
     """Return what an observer of a run would have seen, without times."""
-    timeline = Timeline()
+    timeline = History()
     for record in records(run, "step"):
         timeline.add(0.0, record)
     return timeline
