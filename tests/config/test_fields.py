@@ -132,5 +132,6 @@ def test_every_setting_can_be_replaced_and_read_back(key: str, data: st.DataObje
 
 def test_a_run_keeps_what_another_start_of_it_needs() -> None:
     left = {"out", "resume", "nproc", "report", "profile", "batch.accumulation"}
+    left |= {"memory_every", "debug_net"}  # of the launcher, and of this start
     left |= {"server.coordinator", "server.worker", "server.secret"}
     assert set(KEYS) - set(stored_settings(TrainConfig())) == left

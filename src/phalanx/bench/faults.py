@@ -52,6 +52,7 @@ LOSING: Final = KINDS[:6]
 
 SMALL: Final = (
     "train --precision float64 --device cpu --threads 1 --eval-every 0 --save-every 10 "
+    "--no-shared-memory "  # namespaces of one machine share memory, hosts do not
     "--log-to phalanx.bench.faults:on_record "
     "--data text.txt --corpus.seq-len 32 --corpus.validation 0.1 --corpus.cache cache "
     "--shape.num-layers 2 --shape.hidden 32 --shape.num-heads 2 --shape.num-kv-heads 2 "

@@ -119,7 +119,7 @@ LESSONS: Final[Mapping[str, Mapping[str, Topic]]] = {
     ),
     "Parameter servers": {
         "parameter-server": Topic(
-            "roles and worker groups; a master's link and a ring; four consistencies",
+            "roles, worker groups; a master's link and a ring; four consistencies",
             "parameter_server ShowServer show_parameter_server",
         ),
     },
