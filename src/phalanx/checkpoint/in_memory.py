@@ -8,7 +8,7 @@ A state in memory is a checkpoint as on disk, but no host has all its files. It 
 each file is on two hosts; then each host gives its folder the final name, and removes the former
 state. After the loss of a host the others have all files; after the loss of two neighbours the run
 resumes from the disk. Before a resume, `recover` sends each host the files that it lacks.
-(Wang et al., "Gemini", SOSP 2023, group hosts instead of a ring, so that fewer pairs share a fate.)
+(Gemini, Wang et al., SOSP 2023, groups hosts, where a ring has more pairs that hold all of a file.)
 """
 
 from __future__ import annotations

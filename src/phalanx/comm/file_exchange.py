@@ -61,7 +61,7 @@ class FileExchange:
 
         Raises:
             PeerLost: a process has gone.
-            OSError: there is no room for a file in `folder`, that of this process.
+            OSError: there is no room for a file in `folder`, where this process has its files.
         """
         sent = [each for each in transfers if each.source == self._number]
         received = [each for each in transfers if each.target == self._number]

@@ -31,7 +31,7 @@ from phalanx.measure.products import arithmetic_in
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.parallel.accumulate import Runner
-from phalanx.parallel.plan import plan_decoder
+from phalanx.parallel.plan import FirstWeights, plan_decoder
 from phalanx.report.terminal import Terminal
 from phalanx.train.callback import Callbacks
 from phalanx.train.job.resolve import Job, manifest_of
@@ -103,7 +103,11 @@ class TextSession(Session):
         self.plan = plan_decoder(job.strategy.of_worker, job.shape, *dtypes, comm.coord("pp"))
         self.model.train()
         with notice_if_slow("building the model"):
-            fill = functools.partial(fill_initial, job.shape, job.config.seed)
+            fill: FirstWeights = (
+                functools.partial(fill_initial, job.shape, job.config.seed)
+                if self.start is None  # else the checkpoint has all weights
+                else lambda shard, _name, _full, _offset: shard
+            )
             runner = self.plan.build(comm, fill)
         if job.init is not None:
             with notice_if_slow(f"reading weights from {job.init.folder}"):
