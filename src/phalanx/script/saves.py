@@ -43,6 +43,7 @@ class Saves:
         self._folders: dict[Path, Path] = {}
         self._starts: dict[Path, Checkpoint] = {}  # checkpoints that were resumed, by their runs
         self._savers: dict[Path, Saver] = {}  # each locks its folder until the process ends
+        self._finish_in_memory: Callable[[], None] = lambda: None
 
     def save(self, folder: str | Path, keep: int | None) -> Path:
         """Save a checkpoint, see `Run.save`."""
@@ -129,6 +130,7 @@ class Saves:
         if launched() is None:
             return
         of, (model, step) = self._prepared, self._prepared.require_model("resume")
+        self._finish_in_memory()  # of an earlier resume, which saves in the same folder
         run = on_first_rank(run.absolute, f"cannot resume {run}")
         where = (run, of.job.memory_every, model, CombinedOptimizer(of.optimizers))
         if (pace := pace_of(*where, step.steps_done, self._show)) is None:
@@ -139,6 +141,7 @@ class Saves:
             about = manifest_of(self._strategy, of.steps_done, is_passing=True)
             self._state(model).begin_save(pace.saver, about, replaces=True)
 
+        self._finish_in_memory = pace.saver.finish
         of.between_steps = lambda: pace.after_step(of.steps_done, save)
 
     def _state(self, model: nn.Module) -> RunState:
