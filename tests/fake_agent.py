@@ -2,12 +2,14 @@
 
 versions, why_unreached: what the agent answers; exit_code, errors: how it ends before it answers
 generations: for each, what the agent sends once it is asked to start ranks; a message of kind
-    "exit" ends the agent, "silence" stops its pings, and "later" delays the next by 0.5 s
+    "exit" ends the agent, "silence" stops its pings, "later" delays the next by 0.5 s, and
+    "terminate the launcher" sends it SIGTERM
 log: file to which the messages of the launcher are appended, without pings
 """
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -61,6 +63,8 @@ for line in sys.stdin:
                 os._exit(0)
             elif sent["is"] == "silence":
                 is_silent.set()
+            elif sent["is"] == "terminate the launcher":
+                os.kill(os.getppid(), signal.SIGTERM)
             elif sent["is"] == "later":
                 time.sleep(0.5)
             else:

@@ -40,6 +40,8 @@ ACROSS = {
     "infer/test_page_in_chromium.py": "app and page.html in a browser",
     "infer/test_parity_with_transformers.py": "engine, runner and paged beside transformers",
     "planner/test_random_jobs.py": "search and price on jobs of random sizes",
+    "script/test_script_generations.py": "a Trainer and an own loop on 4, 3, 2 and 4 ranks",
+    "train/job/test_generations.py": "a run on text on 4, 3, 2 and 4 ranks, as launch continues it",
     "script/test_loss_forms.py": "gather, loss and loop_step: forms of a loss beside one process",
     "script/test_proof_by_default.py": "loop_proof as phalanx run calls it",
     "infer/test_serve_command.py": "cli/serve as a process",

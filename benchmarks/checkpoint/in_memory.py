@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,12 +123,14 @@ def main() -> None:
             folder, hosts = Path(name), [Path(memory) / str(host) for host in range(num_hosts)]
             config = TrainConfig(
                 data=str(ROOT / "src"), strategy="dp2", device="cpu", precision=args.precision,
-                steps=10_000, threads=1, memory_every=args.every, out=str(folder / "run"),
+                steps=10_000, threads=1, out=str(folder / "run"),
                 shape=SHAPE,
                 corpus=CorpusConfig(seq_len=256, cache=str(folder / "cache"), validation=0),
                 batch=BatchConfig(microbatch=MICROBATCH),
             )  # fmt: skip
-            steps = run_ranks(time_steps, 2, resolve(config), hosts, args.rounds, threads=1)
+            job = resolve(config)
+            job = replace(job, config=with_value(job.config, "memory_every", args.every))
+            steps = run_ranks(time_steps, 2, job, hosts, args.rounds, threads=1)
             restarts = [run_ranks(time_restart, 2, config, hosts, time.time(), threads=1)]
             if num_hosts > 1:  # a new host in place of the first
                 shutil.rmtree(hosts[0])

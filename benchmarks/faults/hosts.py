@@ -1,20 +1,20 @@
-"""Faults in hosts made of network namespaces; a line of JSON for each job is appended to a file.
+"""Faults in hosts made of network namespaces; each job appends a line of JSON to hosts.jsonl.
 
-`python benchmarks/faults/hosts.py [STRATEGY:HOSTS:SEED ...] [-- OPTIONS of phalanx bench faults]`
+python benchmarks/faults/hosts.py [STRATEGY:HOSTS:SEED ...] [-- OPTIONS of phalanx bench faults]
+python benchmarks/faults/hosts.py --table         what each job and each kind of fault cost
 """
 
 import json
-import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-TESTS = Path(__file__).parents[2] / "tests"
-sys.path.insert(0, str(TESTS))
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
-from namespaces import SSH, THREE_HOSTS, on_host, ssh_servers, switched  # noqa: E402
+from namespaces import SSH, THREE_HOSTS, on_host, ssh_servers, switched
 
 RESULTS = Path(__file__).parent / "hosts.jsonl"
 STRATEGIES = ("dp4", "fsdp4", "dp2,fsdp2", "pp2,dp2", "tp2,dp2", "cp2,dp2")
@@ -31,17 +31,50 @@ def run_case(strategy, num_hosts, seed, *options):
         process = subprocess.Popen(
             on_host(hosts[0], *command), stdout=subprocess.PIPE, text=True, cwd="/"
         )
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if not line.startswith("{"):
-                print(line, end="", flush=True)
+        last = ""
+        for last in process.stdout:
+            if not last.startswith("{"):
+                print(last, end="", flush=True)
         process.wait()
-    return json.loads(lines[-1]) if lines[-1:] and lines[-1].startswith("{") else {"wrong": lines}
+    return json.loads(last) if last.startswith("{") else {"wrong": [last.strip()]}
+
+
+def table():
+    """Print a row for each job, and a row for each kind of fault with medians and maxima."""
+    jobs = [json.loads(line) for line in RESULTS.read_text().splitlines()]
+    print("| strategy | hosts | seed | faults | next step s | load | useful | wrong |")
+    print("|---|---:|---:|---:|---:|---:|---:|---|")
+    for job in jobs:
+        faults = job["faults"]
+        nexts = [fault["next_step_s"] for fault in faults if fault["next_step_s"] is not None]
+        loads = [fault["load"] for fault in faults]
+        print(
+            f"| `{job['strategy']}` | {job['num_hosts']} | {job['seed']} | {len(faults)} | "
+            f"{min(nexts):.1f}-{max(nexts):.1f} | {min(loads):.0f}-{max(loads):.0f} | "
+            f"{job['useful']:.0%} | {'; '.join(job['wrong']) or 'none'} |"
+        )
+    faults = [fault for job in jobs for fault in job["faults"]]
+    for name, group in {
+        "load below 6": [fault for fault in faults if fault["load"] < 6],
+        "load 6 to 39": [fault for fault in faults if fault["load"] >= 6],
+    }.items():
+        print(f"\n| {name} | number | detected s | next step s | steps again | lost s |")
+        print("|---|---:|---:|---:|---:|---:|")
+        for kind in dict.fromkeys(fault["kind"] for fault in faults):
+            own = [fault for fault in group if fault["kind"] == kind]
+            if own:
+                cells = [
+                    f"{statistics.median(values):.1f}, at most {max(values):.1f}"
+                    for key in ("detected_s", "next_step_s", "repeated", "lost_s")
+                    if (values := [each[key] for each in own if each[key] is not None])
+                ]
+                print(f"| {kind} | {len(own)} | {' | '.join(cells)} |")
 
 
 def main():
     words = sys.argv[1:]
+    if words == ["--table"]:
+        return table()
     at = words.index("--") if "--" in words else len(words)
     cases = [word.split(":") for word in words[:at]]
     cases = cases or [
@@ -49,14 +82,13 @@ def main():
     ]
     options = [f"--undisturbed={tempfile.mkdtemp()}/run", *words[at + 1 :]]
     for strategy, num_hosts, seed in cases:
-        print(
-            f"{time.strftime('%H:%M:%S')} {strategy} on {num_hosts} hosts, seed {seed}", flush=True
-        )
-        found = run_case(strategy, int(num_hosts), seed, *options)
-        found |= {"num_hosts": int(num_hosts), "options": words[at + 1 :]}
+        now = time.strftime("%H:%M:%S")
+        print(f"{now} {strategy} on {num_hosts} hosts, seed {seed}", flush=True)
+        result = run_case(strategy, int(num_hosts), seed, *options)
+        result |= {"num_hosts": int(num_hosts), "options": words[at + 1 :]}
         with RESULTS.open("a") as file:
-            file.write(json.dumps(found) + "\n")
-    os._exit(0)
+            file.write(json.dumps(result) + "\n")
+    return None
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def test_bad_settings_are_one_message(arguments: str, words: str) -> None:
     [
         (
             "ceilng",
-            "'ceilng' is not a verb.*'ceiling'.*verbs are ceiling, comm, cut, data, faults, mfu, scaling",
+            "'ceilng' is not a verb.*'ceiling'.*verbs are ceiling, comm, cut, data, faults, mfu",
         ),
         ("ceiling --dtype bf16", "'bf16'; expected one of auto, bfloat16"),
         ("mfu --size 3", "option '--size' is unknown"),

@@ -237,7 +237,7 @@ def test_the_cursor_comes_back_when_a_run_is_interrupted(monkeypatch: pytest.Mon
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    config = types.SimpleNamespace(threads=1, timeout_s=1.0, device="cpu")
+    config = types.SimpleNamespace(threads=1, timeout_s=1.0, device="cpu", debug_net=False)
     strategy = types.SimpleNamespace(num_ranks=2, is_served=False)
     ours, terminal = pty.openpty()
     monkeypatch.setenv("TERM", "xterm")

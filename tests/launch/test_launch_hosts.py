@@ -136,7 +136,7 @@ def kill_host(servers: Servers) -> None:
 
 def kill_ssh(servers: Servers) -> None:
     for pid, words in words_of(A).items():
-        if "ssh_client" in words and B in words:
+        if "ssh_client" in words and f" {B} exec" in words:
             os.kill(pid, signal.SIGKILL)
 
 
@@ -163,9 +163,35 @@ def test_a_job_takes_all_its_steps_although_it_loses_a_host(
     assert len(losses(tmp_path / "run")) >= STEPS
     if fault is cut_host:  # its agent has ended its ranks, which cannot reach the launcher
         assert words_of(B) == {}
+    assert_undisturbed(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_job_takes_all_its_steps_although_its_launcher_is_lost_with_its_host(
+    servers: Servers, tmp_path: Path
+) -> None:
+    with ssh_servers([C]):
+        words = ["--restarts", "1", "--min-ranks", "2", "--", *training(tmp_path, "run")]
+        job = launch(tmp_path, f"{A}:1,{B}:1,{C}:1", *words)
+        while not (tmp_path / "run/checkpoints/step-00000005").exists():
+            assert job.poll() is None
+            time.sleep(0.1)
+        servers[A].kill()
+        kill_all_on(A)
+        job.communicate(timeout=60)
+        while not (tmp_path / "run/launch.log").exists() or words_of(B):
+            time.sleep(0.5)  # the launcher on B ends the agents when the job has ended
+        assert words_of(C) == {}
+    log = (tmp_path / "run/launch.log").read_text()
+    assert f"phalanx: restart 1 of 1: dp2 on {B}:1,{C}:1, from the last state of " in log
+    assert_undisturbed(tmp_path)
+
+
+def assert_undisturbed(folder: Path) -> None:
+    """Compare the last loss of a run with one process of the same batches, in float64."""
     plain = subprocess.run(
-        [sys.executable, "-m", "phalanx", *training(tmp_path, "plain"), "--strategy", "dp1"],
-        cwd=tmp_path, capture_output=True, timeout=240,
+        [sys.executable, "-m", "phalanx", *training(folder, "plain"), "--strategy", "dp1"],
+        cwd=folder, capture_output=True, timeout=240,
     )  # fmt: skip
     assert plain.returncode == 0
-    assert losses(tmp_path / "run")[-1] == pytest.approx(losses(tmp_path / "plain")[-1], rel=1e-10)
+    assert losses(folder / "run")[-1] == pytest.approx(losses(folder / "plain")[-1], rel=1e-10)

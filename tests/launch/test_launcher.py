@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from phalanx.errors import ConfigError
 from phalanx.launch import launcher
 from phalanx.launch.agent import versions
 from phalanx.launch.hosts import Host, LaunchRequest, parse_hosts
-from phalanx.launch.launcher import Launcher
+from phalanx.launch.launcher import JobLauncher
 
 FAKE = Path(__file__).parents[1] / "fake_agent.py"
 
@@ -34,9 +35,9 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(launcher, "TOGETHER_S", 0.2)
     monkeypatch.setattr(launcher, "LAST_WORDS_S", 0.2)
-    monkeypatch.setattr(launcher, "PEERS_S", 0.5)
+    monkeypatch.setattr(launcher, "PEERS_S", 20.0)
     monkeypatch.setattr(Host, "is_local", False)
-    monkeypatch.setattr(Launcher, "_addresses", lambda *_: ["10.0.0.1"])
+    monkeypatch.setattr(JobLauncher, "_addresses", lambda *_: ["10.0.0.1"])
 
     def run(hosts: str, scenarios: dict[str, Scenario], *command: str, **more: Any) -> int:
         def agent_command(host: Host, request: LaunchRequest, connect_s: float) -> list[str]:
@@ -50,7 +51,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
         monkeypatch.setattr(launcher, "agent_command", agent_command)
         words = command or ("train", "--strategy", "dp4")
         request = LaunchRequest(hosts=parse_hosts(hosts), command=words, folder="/here", **more)
-        return Launcher(request).run()
+        return JobLauncher(request).run()
 
     return run
 
@@ -174,10 +175,10 @@ def test_a_lost_rank_begins_the_next_generation_on_the_same_hosts(
 def test_a_lost_host_is_left_out_if_it_does_not_answer_again(
     how: str, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "SILENT_S", 1.0)
+    monkeypatch.setattr(launcher, "SILENT_S", 2.0)
     scenarios: dict[str, Scenario] = {
-        "a": {"generations": [[REPORT], ended(0, 0)]},
-        "b": {"generations": [[{"is": how}]]},
+        "a": {"generations": [[], ended(0, 0)]},
+        "b": {"generations": [[REPORT, {"is": how}]]},
         "b again": {"exit_code": 255, "errors": "ssh: connect to host b: Connection refused"},
         "c": {"generations": [[], ended(0, first=2)]},
     }
@@ -191,8 +192,8 @@ def test_a_lost_host_is_left_out_if_it_does_not_answer_again(
 
 def test_a_host_whose_ssh_alone_was_lost_takes_part_again(launch: Launch, tmp_path: Path) -> None:
     scenarios: dict[str, Scenario] = {
-        "a": {"generations": [[REPORT], ended(0, 0)]},
-        "b": {"generations": [[{"is": "later"}, {"is": "exit"}]]},
+        "a": {"generations": [[], ended(0, 0)]},
+        "b": {"generations": [[REPORT, {"is": "exit"}]]},
         "b again": {"generations": [ended(0, 0, first=2)]},
     }
     assert launch("a:2,b:2", scenarios, restarts=1) == 0
@@ -205,8 +206,7 @@ def test_a_host_whose_ssh_alone_was_lost_takes_part_again(launch: Launch, tmp_pa
 
 def test_too_few_ranks_end_the_job(launch: Launch, capfd: pytest.CaptureFixture[str]) -> None:
     scenarios: dict[str, Scenario] = {
-        "a": {"generations": [[REPORT]]},
-        "b": {"generations": [[{"is": "exit"}]]},
+        "b": {"generations": [[REPORT, {"is": "exit"}]]},
         "b again": {"exit_code": 255},
     }
     assert launch("a:2,b:2", scenarios, restarts=3) == 1
@@ -215,8 +215,7 @@ def test_too_few_ranks_end_the_job(launch: Launch, capfd: pytest.CaptureFixture[
 
 
 def test_the_first_signal_goes_to_the_ranks(launch: Launch, tmp_path: Path) -> None:
-    threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    assert launch("a:2", {}) == 143
+    assert launch("a:2", {"a": {"generations": [[{"is": "terminate the launcher"}]]}}) == 143
     assert [each["signum"] for each in sent(tmp_path, "signal")] == [signal.SIGTERM]
 
 
@@ -230,10 +229,12 @@ def test_a_host_joins_at_the_end_of_a_step(
     answers: list[str] = []
 
     def join() -> None:
+        while not list(launcher.control_folder().glob("*.sock")):
+            time.sleep(0.05)
         answers.append(launcher.join(Host("a", 2), None))
         answers.append(launcher.join(Host("b", 2), None))
 
-    threading.Timer(1.0, join).start()
+    threading.Thread(target=join).start()
     assert launch("a:4", scenarios) == 0
     assert answers == ["host a takes part in the job already", ""]
     second = [each for each in starts(tmp_path) if each["launched"]["generation"] == 1]

@@ -22,7 +22,7 @@ import phalanx
 from marks import by_hand
 from phalanx.errors import CheckpointError, ConfigError, PhalanxError, ScriptError, message_of
 from phalanx.launch.local import run_ranks
-from phalanx.script.launch import run_script
+from phalanx.script.script_rank import run_script
 
 DECAY = 0.8
 

@@ -92,7 +92,7 @@ class FaultsConfig(ResultConfig):
     kinds: Annotated[tuple[str, ...], Positional("[KIND ...]")] = ()
     """kill -9 of a rank, rank0, all processes of a host, or the launcher's ssh; stop: SIGSTOP of a
     rank; cut, slow: a host's link down, or at 1 Mbit/s; disk: the run's disk full; clock: rank 0's
-    time.time() an hour ahead. If unset, those of the first six that the hosts allow."""
+    time.time() an hour ahead. If unset, the first six, as far as the hosts allow them."""
     hosts: str | None = None
     """Hosts and their ranks, as a:2,b:2; localhost with the ranks of the strategy if unset."""
     strategy: str = "dp4"
@@ -154,7 +154,7 @@ class Strike(NamedTuple):
     load: float
 
 
-class Timeline:
+class History:
     """What an observer saw of a run, in seconds of its own clock.
 
     Attributes:
@@ -369,7 +369,7 @@ class Site:
         return host.name, lambda: _output(*shaper, "pfifo_fast")
 
     def left(self) -> set[str]:
-        """Return what is left of the job: processes, folders in memory, files in its TMPDIR."""
+        """Return the job's remains: processes, folders in memory, files in its TMPDIR."""
         left = {str(path) for path in (self.folder / "tmp").rglob("*") if not path.is_dir()}
         for host in self.hosts:
             left |= {f"process {pid} on {host.name}" for _, pid, *_ in self.processes(host)}
@@ -449,7 +449,7 @@ def disturb(
     out: Path,
     order: Sequence[Fault],
     say: PrintLine,
-) -> tuple[Timeline, list[Strike], list[str]]:
+) -> tuple[History, list[Strike], list[str]]:
     """Run a job by `phalanx launch`, and let each fault strike when the job has recovered.
 
     Args:
@@ -463,7 +463,7 @@ def disturb(
     Returns:
         What was seen, the faults that struck, and why the run is not whole, if it is not.
     """
-    seen, strikes, said = Timeline(), list[Strike](), list[str]()
+    seen, strikes, said = History(), list[Strike](), list[str]()
     hosts = ",".join(str(host) for host in site.hosts)
     launch = [sys.executable, "-m", "phalanx", "launch", f"--hosts={hosts}", f"--ssh={config.ssh}"]
     launch += [f"--restarts={2 * len(order) + 2}", f"--env=TMPDIR={site.folder}/tmp"]
@@ -517,7 +517,7 @@ def disturb(
                     continue
                 if not code or not strikes or strikes[-1].fault.kind != "disk":
                     break
-                process, heard_s = start(), now_s  # a full disk ends a job; a free one can go on
+                process, heard_s = start(), now_s  # a full disk has ended the job; now it resumes
             elif now_s - heard_s > SILENT_S:
                 said.append(f"no new step for {SILENT_S:g} s")
                 break
@@ -546,9 +546,9 @@ def disturb(
     return seen, strikes, wrong
 
 
-def differences(seen: Timeline, out: Path, undisturbed: Path) -> list[str]:
+def differences(seen: History, out: Path, undisturbed: Path) -> list[str]:
     """Return what differs from the undisturbed run: steps, samples, losses and weights."""
-    wrong, alone = list[str](), Timeline()
+    wrong, alone = list[str](), History()
     for line in (undisturbed / METRICS_FILE).read_text().splitlines():
         alone.add(0.0, json.loads(line))
     if missing := sorted({*alone.final} ^ {*seen.final}):
@@ -576,7 +576,7 @@ def differences(seen: Timeline, out: Path, undisturbed: Path) -> list[str]:
 
 
 def _result(
-    config: FaultsConfig, seen: Timeline, strikes: Sequence[Strike], wrong: Sequence[str]
+    config: FaultsConfig, seen: History, strikes: Sequence[Strike], wrong: Sequence[str]
 ) -> BenchResult:
     """Return the table of what each fault cost, the totals and the verdict."""
     steps = seen.of("step")

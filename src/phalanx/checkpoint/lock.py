@@ -15,7 +15,7 @@ from phalanx.checkpoint import manifest
 from phalanx.errors import CheckpointError
 from phalanx.storage import lock
 
-LOCK_WAIT_S = 10.0
+LOCK_WAIT_S = 8.0
 """Seconds to wait for the lock of another process, or for a file that another host wrote.
 
 A killed process keeps its lock until the operating system cleans up: 0.2 s on a busy disk."""

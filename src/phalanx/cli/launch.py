@@ -77,21 +77,21 @@ def run(argv: list[str]) -> int:
 
         print(manifests.text(config.print, request), end="")
         return 0
-    from phalanx.launch.launcher import Launcher, dry_run
+    from phalanx.launch.launcher import JobLauncher, dry_run
 
     if config.dry_run:
         print("\n".join(dry_run(request)))
         return 0
-    return Launcher(request).run()
+    return JobLauncher(request).run()
 
 
 def _succeed() -> int:
     """Run a launcher in place of a lost one, whose state standard input has."""
     from phalanx.cli.main import main
-    from phalanx.launch.launcher import Launcher, read_state
+    from phalanx.launch.launcher import JobLauncher, read_state
 
     state = json.load(sys.stdin)
-    return main([], lambda _: Launcher(*read_state(state)).run())
+    return main([], lambda _: JobLauncher(*read_state(state)).run())
 
 
 def request_of(config: LaunchConfig, command: tuple[str, ...]) -> LaunchRequest:

@@ -89,8 +89,8 @@ def _run(config: ScriptRunConfig, path: Path, own: list[str]) -> int:
     from phalanx.launch import debug_net
     from phalanx.launch.failure import report
     from phalanx.script.init import refuse_in_own_loop
-    from phalanx.script.launch import run_script
     from phalanx.script.loop_proof import is_proved, run_proved
+    from phalanx.script.script_rank import run_script
     from phalanx.train.job.request import choose
 
     # A later generation of `phalanx launch` may have other ranks than the command asks for.

@@ -31,6 +31,7 @@ import multiprocessing
 import os
 import platform
 import re
+import runpy
 import selectors
 import shutil
 import signal
@@ -49,10 +50,12 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Final
 
+from phalanx.launch.failure import exit_code_of
 from phalanx.launch.heartbeat import PULSE
+from phalanx.launch.heartbeat_monitor import is_stopped
 from phalanx.launch.launched import REPORT, VARIABLE, Launched, read_report
 from phalanx.launch.local import num_cores, prepare_server, server_stopped
-from phalanx.launch.rank_log import keep_printing
+from phalanx.launch.rank_log import flush_streams, keep_printing
 from phalanx.launch.signals import ENDING
 from phalanx.storage import lock
 
@@ -190,7 +193,7 @@ class Rank:
     moved_s: float = field(default_factory=time.monotonic)
 
 
-class Agent:
+class HostAgent:
     """The ranks of this host, from the first message of a launcher until the launcher has gone."""
 
     def __init__(self, channel: Channel) -> None:
@@ -267,8 +270,8 @@ class Agent:
         os.environ.update(variables)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `phalanx` does before torch
         sweep(job)
-        self._folder = FOLDERS / f"phalanx-{os.getpid()}-{job}"
-        self._folder.mkdir(mode=0o700)
+        # Random: agents in several containers may have one process id.
+        self._folder = Path(tempfile.mkdtemp(f"-{job}", f"phalanx-{os.getpid()}-", FOLDERS))
         self._lock = (self._folder / LOCK).open("wb")
         lock(self._lock.fileno())
         # The forkserver's sockets are in this folder too. Private; see rank.py.
@@ -383,14 +386,6 @@ class Agent:
         self._awaits_report = False
 
 
-def is_stopped(pid: int | None) -> bool:
-    """Return whether a signal has stopped a process; False off Linux."""
-    with suppress(OSError, IndexError):
-        status = Path(f"/proc/{pid}/stat").read_text()
-        return status.rpartition(")")[2].split()[0] == "T"
-    return False
-
-
 def kill(pid: int | None) -> None:
     """Kill a rank and the processes that it has started, which are one group."""
     assert pid is not None
@@ -401,14 +396,18 @@ def kill(pid: int | None) -> None:
 
 def sweep(job: str = "") -> None:
     """Remove the folders of agents that were killed, and kill the one that `job` had before."""
-    for folder in FOLDERS.glob("phalanx-*-*"):
-        _, pid, name = folder.name.split("-", 2)
+    for folder in FOLDERS.glob("phalanx-*-*-*"):
+        _, pid, _, name = folder.name.split("-", 3)
         with suppress(OSError, ValueError):
             with (folder / LOCK).open("rb") as file:
                 is_living = lock(file.fileno()) is False
             if not is_living:
                 shutil.rmtree(folder, ignore_errors=True)
-            elif name == job and b"phalanx.launch" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            elif (
+                name == job
+                and int(pid) != os.getpid()
+                and b"phalanx.launch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            ):
                 os.kill(int(pid), signal.SIGKILL)  # its ranks end with it, and remove its folder
 
 
@@ -458,11 +457,13 @@ def run_rank(
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     sys.argv = ["phalanx", *command]
-    from phalanx.cli.main import main
-
-    code = main()
-    sys.stdout.flush()
-    os._exit(code)
+    code: object = 0
+    try:
+        runpy.run_module("phalanx", run_name="__main__")
+    except SystemExit as stop:
+        code = stop.code
+    flush_streams()
+    os._exit(exit_code_of(code))
 
 
 def host_store(port: int, outputs: list[Connection], line: Connection, folder: str) -> None:
@@ -489,7 +490,7 @@ def main() -> None:
     os.dup2(2, 1)
     channel.keep_pinging()
     with server_stopped():
-        Agent(channel).serve()
+        HostAgent(channel).serve()
     os._exit(0)
 
 

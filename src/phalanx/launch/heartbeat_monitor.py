@@ -39,6 +39,14 @@ NUM_SHOWN: Final = 4
 """Most groups of ranks that a message describes."""
 
 
+def is_stopped(process: int | None) -> bool:
+    """Return whether a signal has stopped a process; False off Linux."""
+    with suppress(OSError, IndexError):
+        status = Path(f"/proc/{process}/stat").read_text()
+        return status.rpartition(")")[2].split()[0] == "T"
+    return False
+
+
 class HeartbeatMonitor:
     """The latest heartbeat of each rank, and the time at which it arrived.
 
@@ -124,11 +132,8 @@ class HeartbeatMonitor:
 
     def is_stopped(self, rank: int) -> bool:
         """Return whether a signal has stopped a rank; False if not `here`, or off Linux."""
-        if rank in self._here and rank in self._beats:
-            with suppress(OSError, IndexError):
-                status = Path(f"/proc/{self._beats[rank].process}/stat").read_text()
-                return status.rpartition(")")[2].split()[0] == "T"
-        return False
+        is_here = rank in self._here and rank in self._beats
+        return is_here and is_stopped(self._beats[rank].process)
 
     def new_reports(self, among: Container[int]) -> list[str]:
         """Return new reports on ranks of `among` that delay the job, each report only once."""

@@ -37,7 +37,7 @@ class Host:
 
     @property
     def target(self) -> str:
-        """How ssh is told the host."""
+        """The host as ssh names it."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
     @property

@@ -8,7 +8,7 @@
        │           ├─ a signal ──> ranks save and end ─────> 128 + signal; a second: at once
        │           ├─ a rank or host is lost ──────┬───────> exit 1, without restarts
        │           └─ a host joins ──> ranks save ─┤
-       └────────── gathering: what is left <───────┘
+       └────── gathering the remaining hosts <─────┘
 
 A generation is the time between two starts. `agent` has the messages; this process imports no
 torch. A host whose ssh is lost is asked once more, at once, and left out if it does not answer.
@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from phalanx.errors import ConfigError, Interrupted, printable
+from phalanx.launch import link
 from phalanx.launch.agent import TICK_S, Channel, Message, versions
 from phalanx.launch.failure import LOST_PEER, report
 from phalanx.launch.hosts import Host, LaunchRequest, parse_host
@@ -87,16 +88,16 @@ CURES: Final = {
     "host key": "ssh does not know its key, or knows another; look, and accept it by: ssh {target}",
     "timed out|no route|unreachable": "it does not answer; switch it on, or look for the fault by: "
     "ping {name}",
-    "cd: ": "it has no folder {folder}; make it, or share it by NFS",
+    "cd: ": "it has no folder {folder}; make it, or mount it there by NFS",
     "no module named": "it has no phalanx; install it there by: {python} -m pip install "
     "phalanx-train",
     "exec: |not found": "it has no {python}; install the same environment at the same path",
 }
-"""Words of ssh, a shell or Python, as a pattern -> what is wrong with the host, and the cure."""
+"""Words of ssh, a shell or Python, as a pattern -> the fault of the host, and the cure."""
 
 MODULES: Final = {
     "train": ("phalanx.train.run", "phalanx.script.proof"),
-    "run": ("phalanx.script.launch",),
+    "run": ("phalanx.script.script_rank",),
     "verify": ("phalanx.verify.harness",),
     "bench": (),
 }
@@ -132,11 +133,11 @@ class Remote:
         process.stdin.close()
         process.stdout.close()
         variables = dict(request.variables)
-        self.channel.send("settings", job=f"{job}.{host.name}", variables=variables)
+        self.channel.send("settings", job=f"{job}.{host.name[:24]}", variables=variables)
         self.channel.keep_pinging()
 
     def end(self, limit_s: float) -> None:
-        """Wait for the end of the agent, whose channel is closed, and kill what is left here."""
+        """Wait for the end of the agent, whose channel is closed, and kill its process here."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(limit_s)
         self.process.kill()
@@ -151,8 +152,12 @@ class Remote:
             unlike = [each for each in own if facts["versions"].get(each) != own[each]]
             theirs = ", ".join(f"{each} {facts['versions'].get(each)}" for each in unlike)
             ours = ", ".join(f"{each} {own[each]}" for each in unlike)
-            sentence = f"{who} has {theirs}, but this machine has {ours}; install the same"
-            return sentence if unlike else ""
+            if unlike:
+                return f"{who} has {theirs}, but this machine has {ours}; install the same"
+            name = next(link.way(self.host.name))
+            # With 127.0.1.1 in /etc/hosts, ssh reaches this machine in place of the host.
+            is_this = not self.host.is_local and name.cure and name.values["address"]
+            return str(name) if is_this else ""
         return why_no_agent(self.host, code, self.errors, self._folder)
 
 
@@ -198,7 +203,7 @@ def agent_command(
 
 
 @dataclass(kw_only=True)
-class Progress:
+class JobState:
     """What a launcher must know of a job that another has begun.
 
     Attributes:
@@ -218,12 +223,12 @@ class Progress:
     report: JobReport | None = None
 
 
-class Launcher:
+class JobLauncher:
     """A job on several hosts, from the first connection to the exit code."""
 
-    def __init__(self, request: LaunchRequest, progress: Progress | None = None) -> None:
+    def __init__(self, request: LaunchRequest, progress: JobState | None = None) -> None:
         self._request = request
-        self._progress = progress or Progress()
+        self._progress = progress or JobState()
         self._hosts = list(request.hosts)
         self._remotes: list[Remote] = []
         self._selector = selectors.DefaultSelector()
@@ -267,6 +272,11 @@ class Launcher:
                 return 128 + self._signals[0]
             num_left = sum(host.num_ranks for host in self._hosts)
             now.fewest = now.fewest or self._request.min_ranks or num_left // 2 + 1
+            if num_left < now.fewest and now.generation == 0:
+                raise ConfigError(
+                    f"--min-ranks is {now.fewest}, but the hosts have {num_left} ranks; expected "
+                    f"at most {num_left}"
+                )
             if num_left < now.fewest:
                 run = f"; {now.report.run} has its last state" if now.report else ""
                 report(f"the job ends: {num_left} ranks are left, --min-ranks is {now.fewest}{run}")
@@ -296,7 +306,7 @@ class Launcher:
 
     def _fitting(self, num_left: int) -> tuple[str | None, int]:
         """Return the strategy of the next generation, None for the command's, and its ranks."""
-        # rank 0 has reported     its strategy on what is left, from the last state
+        # rank 0 has reported     its strategy on the remaining ranks, from the last state
         # it has not              the same command: nothing has been done
         now = self._progress
         strategy = Strategy.parse(now.strategy) if now.strategy else self._request.strategy
@@ -352,6 +362,11 @@ class Launcher:
         if is_first and self._signals:
             raise Interrupted(self._signals[0])
         whys = {remote: why for remote in new if (why := remote.why_not())}
+        for remote in new:
+            name = next(link.way(remote.host.name))
+            # ssh would reach this machine in place of the host: 127.0.1.1 in /etc/hosts.
+            if name.cure and name.values["address"] and not remote.host.is_local:
+                whys.setdefault(remote, str(name))
         if is_first and whys:
             raise ConfigError("\n".join(whys.values()))
         for remote, why in whys.items():
@@ -360,14 +375,14 @@ class Launcher:
         names = [host.name for host in self._hosts]
         self._remotes = [remote for remote in self._remotes if not remote.lost]
         self._remotes.sort(key=lambda remote: names.index(remote.host.name))
-        # A host without a number of ranks has as many as its share of the strategy, or its GPUs.
+        # A host without a number of ranks gets an equal part of the strategy's, or one a GPU.
         strategy = self._request.strategy
         unnumbered = [remote for remote in self._remotes if not remote.host.num_ranks]
         rest = (strategy.num_ranks if strategy else 0) - self._request.num_ranks
         for remote in unnumbered:
             facts = remote.answers["facts"]
             num_ranks = facts["num_gpus"] or min(2, facts["num_cores"])
-            if rest > 0 and rest % len(unnumbered) == 0:
+            if is_first and rest > 0 and rest % len(unnumbered) == 0:
                 num_ranks = rest // len(unnumbered)
             remote.host = replace(remote.host, num_ranks=num_ranks)
         self._hosts = [remote.host for remote in self._remotes]
@@ -375,7 +390,7 @@ class Launcher:
             remote.channel.send("prepare", modules=MODULES[self._request.command[0]])
 
     def _lose(self, remote: Remote, why: str) -> None:
-        """Record that a host is lost, and end what is left of it here."""
+        """Record that a host is lost, and end its process here."""
         if remote.lost:
             return
         with suppress(subprocess.TimeoutExpired):
@@ -391,7 +406,7 @@ class Launcher:
     # A generation.
 
     def _start(self, num_ranks: int, strategy: str | None) -> None:
-        """Start the ranks; what is lost meanwhile shows in `_watch`.
+        """Start the ranks; a loss meanwhile shows in `_watch`.
 
         Raises:
             ConfigError: in the first generation, a host does not reach the store.
@@ -458,7 +473,7 @@ class Launcher:
         return list(dict.fromkeys(a for a in addresses if a and ":" not in a and a[:4] != "127."))
 
     def _watch(self) -> int | str:
-        """Wait for the end of the generation; return the job's exit code, or what is lost."""
+        """Wait for the end of the generation; return the job's exit code, or the loss."""
         since_s: float | None = None  # the first failure or loss
         while True:
             self._pump()
@@ -650,7 +665,7 @@ class Launcher:
             connection.sendall(TAKEN_IN)
 
     def _name_successors(self) -> None:
-        """Tell the agents how to continue the job if this process is lost with its host."""
+        """Send the agents how to continue the job if this process is lost with its host."""
         if self._progress.restarts < self._request.restarts:
             hosts = [host for host in self._hosts if not host.is_local]
             request = asdict(self._request) | {"hosts": [asdict(host) for host in hosts]}
@@ -662,14 +677,14 @@ class Launcher:
                     remote.channel.send("successor", state=state, own=remote.host.name)
 
 
-def read_state(state: Message) -> tuple[LaunchRequest, Progress]:
+def read_state(state: Message) -> tuple[LaunchRequest, JobState]:
     """Return the job and its progress, as a launcher has sent them to its agents."""
     request, progress = state["request"], state["progress"]
     request |= {"hosts": tuple(Host(**host) for host in request["hosts"])}
     request |= {name: tuple(request[name]) for name in ("command", "ssh")}
     request |= {"variables": tuple((name, value) for name, value in request["variables"])}
     progress |= {"report": JobReport(**progress["report"])}
-    return LaunchRequest(**request), Progress(**progress)
+    return LaunchRequest(**request), JobState(**progress)
 
 
 def succeed(state: Message, own: str) -> None:

@@ -97,6 +97,7 @@ def way(peer: str, port: int | None = None, *, pings: bool = True) -> Generator[
             cure=f"in /etc/hosts of {host}, {line} 'ADDRESS {peer}' with the address that `ip "
             f"-brief address` shows on {peer}, or use the address in place of the name",
             is_end=True,
+            values={"address": address},
         )
         return
     yield Finding(check="name", text=f"{peer} is {address}", values={"address": address})
@@ -187,14 +188,16 @@ def ping(address: str) -> list[float] | None:
 
 def _echoes(probe: socket.socket, is_raw: bool) -> list[float]:
     times_s: list[float] = []
-    number = os.getpid() & 0xFFFF
+    now_ns, send, number = time.time_ns, probe.send, os.getpid() & 0xFFFF
     begun_s = time.monotonic()
     for turn in range(1 + PINGS):
         head = struct.pack("!BBHHH", 8, 0, 0, number, turn) + bytes(48)
         total = sum(struct.unpack(f"!{len(head) // 2}H", head))
         total = (total & 0xFFFF) + (total >> 16)
-        sent_ns = time.clock_gettime_ns(time.CLOCK_REALTIME)
-        probe.send(head[:2] + struct.pack("!H", ~(total + (total >> 16)) & 0xFFFF) + head[4:])
+        packet = head[:2] + struct.pack("!H", ~(total + (total >> 16)) & 0xFFFF) + head[4:]
+        now_ns()  # else its first call after a sleep would be counted
+        sent_ns = now_ns()
+        send(packet)
         until_s = time.monotonic() + LIMIT_S / 3
         while (left_s := until_s - time.monotonic()) > 0:
             probe.settimeout(left_s)
@@ -333,7 +336,8 @@ def passing(peer: str, address: str, port: int) -> Generator[Finding]:
     sent_s = time.time()
     with asking(address, port, "time") as connection:
         offset_s = _number(connection) - (sent_s + time.time()) / 2
-    ahead = f"{abs(offset_s):,.3g} s {'ahead of' if offset_s > 0 else 'behind'}"
+    size = f"{abs(offset_s):,.0f}" if abs(offset_s) > CLOCK_S else f"{abs(offset_s):.3g}"
+    ahead = f"{size} s {'ahead of' if offset_s > 0 else 'behind'}"
     yield Finding(
         check="clock",
         text=f"the clock of {peer} is {ahead} the clock of {host}",

@@ -283,10 +283,11 @@ def meet(env: RankEnv, timeout_s: float) -> Store:
     except (ValueError, ConnectionRefusedError, dist.DistError) as error:
         reason = str(error).partition("\n")[0].rstrip(".")
         if is_agents:
+            starter = "torchrun" if launched() is None else "phalanx launch"
             raise ConfigError(
-                f"torchrun's store at {os.environ.get('MASTER_ADDR')}:"
-                f"{os.environ.get('MASTER_PORT')} does not answer: {reason}; torchrun on that host "
-                "has ended, or cannot be reached from this host"
+                f"{starter}'s store at {os.environ.get('MASTER_ADDR')}:"
+                f"{os.environ.get('MASTER_PORT')} does not answer: {reason}; {starter} on that "
+                "host has ended, or cannot be reached from this host"
             ) from error
         raise ConfigError(
             f"RANK and WORLD_SIZE are set, but the ranks cannot connect: {reason}; set MASTER_ADDR "

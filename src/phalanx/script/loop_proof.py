@@ -55,10 +55,10 @@ from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.parallel.batch_norm import batch_norms
 from phalanx.script.checksums import digest_of
 from phalanx.script.init import OVERRIDES, refuse_in_own_loop
-from phalanx.script.launch import run_script
 from phalanx.script.loader import RankLoader
 from phalanx.script.proof import wide_batch
 from phalanx.script.run import Run
+from phalanx.script.script_rank import run_script
 from phalanx.storage import replace_file
 from phalanx.strategy import Strategy
 from phalanx.verify.compare import NOISE, Difference, compare_rounded, compare_step

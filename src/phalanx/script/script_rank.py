@@ -91,5 +91,5 @@ def run_script(
 
 def _num_collectives() -> int:
     """Return how many collectives of the job's process group have begun on this rank."""
-    world: Any = dist.group.WORLD  # private method; tests/script/test_launch.py pins it
+    world: Any = dist.group.WORLD  # private method; tests/script/test_script_rank.py pins it
     return world._get_sequence_number_for_group() if dist.is_initialized() else 0

@@ -18,7 +18,7 @@ from namespaces import HOSTS
 from phalanx.cli.main import main
 from phalanx.errors import PhalanxError, message_of
 from phalanx.launch.local import run_ranks
-from phalanx.script.launch import run_script
+from phalanx.script.script_rank import run_script
 
 pytestmark = pytest.mark.fresh_ranks
 
