@@ -28,6 +28,7 @@ from phalanx.train.job.resolve import resolve
 from phalanx.train.job.resume import continued
 from phalanx.train.loop import train
 from phalanx.train.run import train_rank
+from phalanx.train.session import Session
 from phalanx.train.text import TextSession
 from small_run import losses, small_run
 
@@ -43,6 +44,7 @@ def save(hosts: list[tuple[Path, int]], run: Path, steps: list[int]) -> Any:
                 saver.begin(model, optimizer, runs.about(number))
     with MemorySaver(run) as again:  # as after a second resume within a process
         again.begin(model, optimizer, runs.about(number))
+    dist.barrier()
     assert not manifest.saved_states(run)  # until a restart has brought all files here
     sizes = manifest.read(manifest.folder_of(saver.run, number)).files
     sent = [each for each in traffic(sizes, saver.hosts) if each.source == dist.get_rank()]
@@ -183,6 +185,20 @@ def test_saves_begin_every_half_of_the_most_steps_to_lose() -> None:
     begun, said = run_ranks(paced, 1, None, 20, 0.3)[0]
     assert begun == [1, 9, 17]  # 0.3 s are 4 % of the time of 7.5 steps
     assert said == ["saves the state in memory; a restart loses at most 16 steps"]
+
+
+def test_a_state_in_memory_follows_the_checkpoint_of_the_best_that_it_names() -> None:
+    begun = list[str]()
+    session: Any = SimpleNamespace(
+        step=SimpleNamespace(steps_done=3),
+        best=object(),
+        saver=SimpleNamespace(finish=lambda: begun.append("the disk has it")),
+        in_memory=SimpleNamespace(saver="memory", after_step=lambda _, begin: begin()),
+        state=SimpleNamespace(begin_save=lambda saver, _: begun.append(saver)),
+        manifest=lambda **_: None,
+    )
+    Session.save_in_memory(session)
+    assert begun == ["the disk has it", "memory"]
 
 
 def words_of_room(hosts: list[tuple[Path, int]], run: Path, free: int) -> str:

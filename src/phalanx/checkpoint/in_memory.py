@@ -182,7 +182,7 @@ class MemoryPace:
                  save          begin     |    |
                  4 is over, 2 is not complete: wait for it, then begin the next
 
-    If K is unset, the first save takes the part SHARE of the time of K/2 steps; training waits for it.
+    If K is unset, training waits for the first save; K/2 steps take its time divided by SHARE.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ def _states_in(root: Path) -> dict[str, list[Any]]:
     states: dict[str, list[Any]] = {}
     for path in [*root.rglob(f"checkpoints/*/{manifest.NAME}")]:
         folder = path.parent
-        with suppress(CheckpointError):  # the host was lost while it wrote the manifest
+        with suppress(CheckpointError, OSError):  # lost while it wrote the manifest, or named it
             needed = {name: size for name, (size, _) in manifest.read(folder).files.items()}
             if folder.suffix == PARTIAL:  # each file is whole that has its final name
                 folder = folder.rename(folder.with_suffix(""))

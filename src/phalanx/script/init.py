@@ -60,8 +60,9 @@ def init(
         nonfinite: what happens when a loss is not finite: "stop" raises an error before the weights
             change; "skip" leaves the weights as they are in this step.
         memory_every: most steps that a restart by `phalanx launch` loses of a run that `resume`
-            names, by saves in memory between two batches of a pass; 0: restarts resume from the
-            disk. Unset: as few as take 4 % of the time, and 0 without restarts.
+            names, one more at the end of a pass, by saves in memory between two batches; 0:
+            restarts resume from the disk. Unset: as few as take 4 % of the time, and 0 without
+            restarts.
         shared_memory: whether CPU ranks of one host communicate by shared memory instead of gloo.
         debug_comm: compare each collective between ranks before it runs, see docs/debugging.md.
 

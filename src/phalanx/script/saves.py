@@ -119,7 +119,8 @@ class Saves:
             self._folders[run], self._starts[run] = run, found
         step.steps_done = about.steps_done
         step.reset()
-        _note_position(run if is_last else where, where)
+        if not found.is_in_memory:  # which the job does not leave
+            _note_position(run if is_last else where, where)
         for line in [*found.words(), f"resumes from {where}, after step {step.steps_done}"]:
             self._show(line)
         self._save_in_memory(run)

@@ -146,13 +146,10 @@ def shrunk(strategy: Strategy, most_ranks: int, global_rows: int | None) -> Stra
     whole = dict(each for each in reversed([*strategy.axes()]) if each[0] not in ("dp", "fsdp"))
 
     def worth(split: Sequence[Axis]) -> tuple[int, list[tuple[int, bool]]]:
-        num_parts, pairs = (
-            math.prod(axis.degree for axis in split),
-            zip(split, whole.values(), strict=True),
-        )
-        return num_parts if num_parts <= most_ranks else 0, [
-            (axis.degree, axis.kind == before.kind) for axis, before in pairs
-        ]
+        num_parts = math.prod(axis.degree for axis in split)
+        kinds = [axis.kind for axis in whole.values()]
+        kept = [(axis.degree, axis.kind == kind) for axis, kind in zip(split, kinds, strict=True)]
+        return num_parts if num_parts <= most_ranks else 0, kept
 
     splits = itertools.product(*(_smaller(name, axis) for name, axis in whole.items()))
     axes = dict(zip(whole, max(splits, key=worth), strict=True))

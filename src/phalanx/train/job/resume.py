@@ -66,9 +66,9 @@ def continuation(said: Mapping[str, Any]) -> dict[str, Any]:
             # The rows of the global batch stay, and a microbatch has at most as many as before.
             keys = {setting.key: setting.hint for setting in settings(TrainConfig)}
             before = read_values(str(file), keys, is_foreign=True)
-            share = before["batch.global_size"] // Strategy.parse(job.strategy).data_ranks
-            changes |= {"batch.global_size": before["batch.global_size"]}
-            changes |= {"batch.microbatch": _divisor(share, before["batch.microbatch"])}
+            rows, most = before["batch.global_size"], before["batch.microbatch"]
+            microbatch = _divisor(rows // Strategy.parse(job.strategy).data_ranks, most)
+            changes |= {"batch.global_size": rows, "batch.microbatch": microbatch}
             changes |= {"batch.accumulation": None}
     if is_restarted():
         from phalanx.checkpoint.in_memory import recover  # imports torch
