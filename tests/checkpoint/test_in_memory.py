@@ -210,7 +210,7 @@ def words_of_room(hosts: list[tuple[Path, int]], run: Path, free: int) -> str:
     with pytest.raises(CheckpointError) as raised:
         in_memory.pace_of(run, 4, model, optimizer, 0, said.append)
     assert said == [f"{raised.value}; restarts resume from the disk"]
-    (Path(str(manifest.in_memory_of(run))) / "former state").write_bytes(bytes(1 << 20))
+    (MemorySaver(run).run / "former state").write_bytes(bytes(1 << 20))
     assert in_memory.pace_of(run, 4, model, optimizer, 0, said.append) is not None
     return str(raised.value)
 

@@ -17,6 +17,7 @@ import functools
 import json
 import math
 import operator
+import os
 import platform
 import secrets
 import shutil
@@ -85,8 +86,9 @@ class MemorySaver(Saver):
 
     def __init__(self, run: Path, num_stages: int = 1) -> None:
         """Connect the ranks of a launched job for saves of the run in the folder `run` on disk."""
-        folder = manifest.in_memory_of(run)
-        assert folder is not None, "an agent of `phalanx launch` has started this rank"
+        job = launched()
+        assert job is not None, "an agent of `phalanx launch` has started this rank"
+        folder = Path(job.folder, manifest.IN_MEMORY, *Path(os.path.abspath(run)).parts[1:])
         self._env = read_rank_env()
         self.hosts = sorted(set(gather_objects(self._env.here)), key=lambda ranks: ranks.start)
         super().__init__(folder, num_stages=num_stages)
@@ -102,12 +104,13 @@ class MemorySaver(Saver):
             CheckpointError: a host has too little; the message has the calculation.
         """
         infos = self._ours(held := local_shards_with_moments(model, optimizer))
-        here, sizes = self._env.here, dict[str, Checksum]()
+        here, files = self._env.here, dict[str, Checksum]()  # without their checksums
         for rank in range(self._env.num_ranks):
             written = self._plan.writes_of(rank).values()
-            sizes[file_of(rank)] = sum(info.num_bytes for info in written), ""
-        whole, own = (sum(sizes[file_of(r)][0] for r in of) for of in (range(len(sizes)), here))
-        copies = sum(each.num_bytes for each in traffic(sizes, self.hosts) if each.target in here)
+            files[file_of(rank)] = sum(info.num_bytes for info in written), ""
+        whole = sum(num_bytes for num_bytes, _ in files.values())
+        own = sum(files[file_of(rank)][0] for rank in here)
+        copies = sum(each.num_bytes for each in traffic(files, self.hosts) if each.target in here)
         needed = whole + own + copies + own
         gather_objects(None)  # the ranks of a host read before any allocates
         left = min(free_memory_bytes(), free_bytes(self.run))

@@ -33,7 +33,6 @@ from phalanx.checkpoint.untrusted import (
     write_json,
 )
 from phalanx.errors import CheckpointError
-from phalanx.launch.launched import launched
 from phalanx.models.shape import ModelShape
 from phalanx.storage import Checksum, hint_of_missing
 
@@ -315,14 +314,6 @@ def saved_states(run: Path) -> dict[int, Path]:
     if folder is not None and (folder / NAME).exists():  # else a later save has removed it
         states[_step_of(folder) or 0] = folder
     return dict(sorted(states.items()))
-
-
-def in_memory_of(run: Path) -> Path | None:
-    """Return the folder of this host for a run's states in memory; None if there is none."""
-    job = launched()
-    return (
-        None if job is None else Path(job.folder, IN_MEMORY, *Path(os.path.abspath(run)).parts[1:])
-    )
 
 
 def _step_of(folder: Path) -> int | None:

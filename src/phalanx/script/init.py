@@ -76,8 +76,8 @@ def init(
         strategy = job.strategy
         os.environ.pop(STRATEGY, None)
     parsed = (OVERRIDES[-1][0] if OVERRIDES else None) or _strategy(strategy)
-    known: dict[str, Any] = {"accumulation": accumulation, "seed": seed, "nonfinite": nonfinite}
-    known |= {"memory_every": memory_every}
+    known: dict[str, Any] = {"accumulation": accumulation, "seed": seed}
+    known |= {"nonfinite": nonfinite, "memory_every": memory_every}
     check_arguments("init", **known, device=device, timeout_s=timeout_s)
     require_agent(memory_every)
     facts = {"strategy": parsed and str(parsed), **known}
