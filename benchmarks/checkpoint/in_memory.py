@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.checkpoint import in_memory
+from phalanx.checkpoint import in_memory, manifest
 from phalanx.comm.join import job_store
 from phalanx.config import BatchConfig, CorpusConfig, TrainConfig
 from phalanx.config.fields import with_value
@@ -75,10 +75,12 @@ def time_steps(job: Job, hosts: list[Path], rounds: int) -> dict[str, Any]:
                 row[f"cpu_{name}"] = (time.process_time() - begin_cpu_s) / pace.period
             row["ratio"] = row["with_s"] / row["without_s"]
             rows.append(row | {"cpu_ratio": row["cpu_with_s"] / row["cpu_without_s"]})
-        planned = in_memory.traffic(pace.saver._plan, pace.saver.hosts)
+        about = manifest.read(max((pace.saver.run / "checkpoints").iterdir()))
+        planned = in_memory.traffic(about.files, pace.saver.hosts)
+    exchange = pace.saver.exchange
     return {
         "period": pace.period, "rows": rows, "planned": planned,
-        "sent": pace.saver.sent,
+        "sent": 0 if exchange is None else exchange.bytes_sent,
     }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from launched_ranks import start_on
 from marks import by_hand
 from phalanx.checkpoint import files, in_memory, manifest, state
-from phalanx.checkpoint.in_memory import MemoryPace, MemorySaver
+from phalanx.checkpoint.in_memory import MemoryPace, MemorySaver, traffic
 from phalanx.config import BatchConfig, TrainConfig
 from phalanx.errors import CheckpointError, ConfigError, PeerLost
 from phalanx.launch.local import run_ranks
@@ -28,6 +28,7 @@ from phalanx.train.job.resolve import resolve
 from phalanx.train.job.resume import continued
 from phalanx.train.loop import train
 from phalanx.train.run import train_rank
+from phalanx.train.session import Session
 from phalanx.train.text import TextSession
 from small_run import losses, small_run
 
@@ -41,14 +42,21 @@ def save(hosts: list[tuple[Path, int]], run: Path, steps: list[int]) -> Any:
             runs.step(model, optimizer)
             if number in steps:
                 saver.begin(model, optimizer, runs.about(number))
-    rank = dist.get_rank()
-    planned = in_memory.traffic(saver._plan, saver.hosts)[rank]
-    return saver.sent, planned, runs.whole_state(model, optimizer)
+    with MemorySaver(run) as again:  # as after a second resume within a process
+        again.begin(model, optimizer, runs.about(number))
+    dist.barrier()
+    assert not manifest.saved_states(run)  # until a restart has brought all files here
+    sizes = manifest.read(manifest.folder_of(saver.run, number)).files
+    sent = [each for each in traffic(sizes, saver.hosts) if each.source == dist.get_rank()]
+    planned = sum(each.num_bytes for each in sent)
+    assert saver.exchange is not None
+    return saver.exchange.bytes_sent, planned, runs.whole_state(model, optimizer)
 
 
-def resume(hosts: list[tuple[Path, int]], run: Path) -> Any:
+def resume(hosts: list[tuple[Path, int]], run: Path, free: int = 1 << 30) -> Any:
     """Recover, and load into other shards; return the steps done and the whole state."""
     folder = start_on(hosts, generation=1)
+    in_memory.free_bytes = lambda _: free
     in_memory.recover.__wrapped__()
     assert not manifest.saved_states(run) or files.find_whole(run, compares=True)
     states = manifest.saved_states(run)
@@ -61,37 +69,39 @@ def resume(hosts: list[tuple[Path, int]], run: Path) -> Any:
     return max(states), runs.whole_state(model, optimizer)
 
 
-def save_and_fail(hosts: list[tuple[Path, int]], run: Path, where: str) -> None:
-    """Save after step 1, and be lost while the state after step 2 is saved."""
+def save_and_fail(hosts: list[tuple[Path, int]], run: Path, is_sent: bool) -> None:
+    """Save after step 1, and be lost while the state after step 2 is sent, or named by a host."""
     start_on(hosts)
     model, optimizer = runs.build()
 
     def lose(*_: Any) -> Any:
-        if where == "before a host has named it" or dist.get_rank() == 1:
-            raise PeerLost("gone")
-        return publish_folder(*_)
+        raise PeerLost("gone")
 
-    publish_folder = in_memory.publish_folder
     with MemorySaver(run) as saver:
         runs.step(model, optimizer)
         saver.begin(model, optimizer, runs.about(1))
         saver.finish()
-        in_memory.publish_folder = lose
+        if not is_sent:
+            assert saver.exchange is not None
+            saver.exchange.run = lose
+        elif dist.get_rank() > 0:
+            in_memory.publish_folder = lose
         runs.step(model, optimizer)
         saver.begin(model, optimizer, runs.about(2))
         with suppress(PeerLost):
             saver.finish()
 
 
-@pytest.mark.parametrize("where", ["before a host has named it", "before all have"])
-def test_a_loss_within_a_save_leaves_the_former_state_or_the_new(
-    tmp_path: Path, where: str
+@pytest.mark.parametrize("is_sent", [False, True])
+def test_a_host_lost_within_a_save_leaves_the_former_state_or_the_new(
+    tmp_path: Path, is_sent: bool
 ) -> None:
-    hosts = [(tmp_path / name, 1) for name in "ab"]
-    run_ranks(save_and_fail, 2, hosts, tmp_path / "run", where, threads=1)
+    hosts = [(tmp_path / name, 1) for name in "abc"]
+    run_ranks(save_and_fail, 3, hosts, tmp_path / "run", is_sent, threads=1)
     assert list(tmp_path.rglob("*.partial"))
-    steps = 1 if where == "before a host has named it" else 2
-    assert [n for n, _ in run_ranks(resume, 2, hosts, tmp_path / "run", threads=1)] == [steps] * 2
+    shutil.rmtree(hosts[2][0])
+    found = run_ranks(resume, 2, hosts[:2], tmp_path / "run", threads=1)
+    assert [steps for steps, _ in found] == [1 + is_sent] * 2
     assert not list(tmp_path.rglob("*.partial"))
 
 
@@ -136,13 +146,15 @@ def test_a_restart_continues_with_the_same_losses(tmp_path: Path, again: str) ->
     launched = {"generation": 1, "strategy": again, "first": "dp2", "run": str(run)}
     config = replace(config, memory_every=2)
     places = hosts[1:] if again == "dp2" else hosts
-    run_ranks(train_text, len(places), places, config, 0, launched, threads=1)
+    for last in (8, 0):  # lost after the last step, before its checkpoint
+        run_ranks(train_text, len(places), places, config, last, launched, threads=1)
     after = losses(run)[5:]
     assert len(after) >= 3
     if again == "dp2":
         assert after == expected[-len(after) :]
     assert after == pytest.approx(expected[-len(after) :], rel=1e-10)
     assert 8 - len(after) >= 5 - 2
+    assert list(manifest.complete_checkpoints(run)) == [8]
 
 
 def paced(every: int | None, num_steps: int, save_s: float) -> list[tuple[int, int]]:
@@ -166,9 +178,27 @@ def paced(every: int | None, num_steps: int, save_s: float) -> list[tuple[int, i
 def test_saves_begin_every_half_of_the_most_steps_to_lose() -> None:
     assert run_ranks(paced, 1, 1, 3, 0.0)[0] == ([1, 2, 3], [])
     assert run_ranks(paced, 1, 5, 10, 0.0)[0] == ([3, 6, 9], [])
+    assert run_ranks(paced, 1, None, 9, 0.01)[0] == (
+        [1, 4, 7],  # no step of the first three has a save, so that the promise holds from then on
+        ["saves the state in memory; a restart loses at most 6 steps"],
+    )
     begun, said = run_ranks(paced, 1, None, 20, 0.3)[0]
     assert begun == [1, 9, 17]  # 0.3 s are 4 % of the time of 7.5 steps
     assert said == ["saves the state in memory; a restart loses at most 16 steps"]
+
+
+def test_a_state_in_memory_follows_the_checkpoint_of_the_best_that_it_names() -> None:
+    begun = list[str]()
+    session: Any = SimpleNamespace(
+        step=SimpleNamespace(steps_done=3),
+        best=object(),
+        saver=SimpleNamespace(finish=lambda: begun.append("the disk has it")),
+        in_memory=SimpleNamespace(saver="memory", after_step=lambda _, begin: begin()),
+        state=SimpleNamespace(begin_save=lambda saver, _: begun.append(saver)),
+        manifest=lambda **_: None,
+    )
+    Session.save_in_memory(session)
+    assert begun == ["the disk has it", "memory"]
 
 
 def words_of_room(hosts: list[tuple[Path, int]], run: Path, free: int) -> str:
@@ -180,6 +210,8 @@ def words_of_room(hosts: list[tuple[Path, int]], run: Path, free: int) -> str:
     with pytest.raises(CheckpointError) as raised:
         in_memory.pace_of(run, 4, model, optimizer, 0, said.append)
     assert said == [f"{raised.value}; restarts resume from the disk"]
+    (MemorySaver(run).run / "former state").write_bytes(bytes(1 << 20))
+    assert in_memory.pace_of(run, 4, model, optimizer, 0, said.append) is not None
     return str(raised.value)
 
 
@@ -190,7 +222,7 @@ def test_too_little_memory_is_refused_with_the_calculation(tmp_path: Path) -> No
     assert re.sub(r"[\d.,]+ (KiB|bytes)", "N", words[0]) == (
         f"cannot keep the state in memory: host {platform.node()} needs N: N for the whole state, "
         "which a restart reads, and for the next save N of its 1 ranks, as much to write from, and "
-        "N of another host; N are free; set memory_every to 0, so that restarts resume from the "
+        "N of another host; it has N; set memory_every to 0, so that restarts resume from the "
         "disk, or start fewer ranks on this host"
     )
 
@@ -205,7 +237,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def test_a_run_survives_the_loss_of_a_host_but_not_of_two_neighbours(tmp_path: Path) -> None:
-    run, folders = tmp_path / "run", [tmp_path / name for name in "abc"]
+    run, folders = tmp_path / "checkpoints", [tmp_path / name for name in "abc"]
     hosts = list(zip(folders, (2, 1, 1), strict=True))
     saved = run_ranks(save, 4, hosts, run, [1, 3], threads=1)
     # Each host has its own files, those of the host before it, and no former state.
@@ -214,7 +246,7 @@ def test_a_run_survives_the_loss_of_a_host_but_not_of_two_neighbours(tmp_path: P
     for folder, ranks in zip(folders, held, strict=True):
         assert names_in(folder) == about + [f"rank-{rank:05d}.safetensors" for rank in ranks]
     for sent, planned, _ in saved:
-        assert sent == (2 * planned.sent, 2 * planned.received)
+        assert sent == 2 * planned
     whole = saved[0][2]
     for lost in ([0], [1, 2]):
         left = tmp_path / f"without {lost}"
@@ -228,4 +260,6 @@ def test_a_run_survives_the_loss_of_a_host_but_not_of_two_neighbours(tmp_path: P
                 assert torch.equal(tensor, whole[name])
         names = [names_in(folder) for folder, _ in places]
         assert names[0] == names[1] == names[2]
-        assert not list(left.rglob("*.partial"))
+    (tmp_path / "new").mkdir()  # a host without room
+    places = [(folders[0], 1), (folders[1], 1), (tmp_path / "new", 1)]
+    assert [n for n, _ in run_ranks(resume, 3, places, run, 9, threads=1)] == [0] * 3

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,13 @@ def test_a_trainer_continues_on_fewer_and_more_ranks(
     ]
 
 
-def own_loop(strategy: str, text: str | None, last: int) -> tuple[list[float], str]:
-    """Train as docs/your_model.md shows, and leave the loop after step `last`, as if stopped."""
+def own_loop(
+    strategy: str, text: str | None, last: int
+) -> tuple[list[float], list[list[float]], str]:
+    """Train as docs/your_model.md shows, and leave the loop after step `last`, as if stopped.
+
+    Return the loss of each step, the first number of each of this rank's rows, and the strategy.
+    """
     if text is not None:
         os.environ[launched.VARIABLE] = text
     run = phalanx.init(strategy)
@@ -111,16 +117,17 @@ def own_loop(strategy: str, text: str | None, last: int) -> tuple[list[float], s
     loader = DataLoader(Numbers(), BATCH, shuffle=True)
     model, optimizer, loader = run.prepare(model, optimizer, loader)
     run.resume("run")
-    taken: list[float] = []
+    taken, rows = list[float](), list[list[float]]()
     for _ in range(loader.epoch, 2):
         for x, y in loader:
+            rows.append(x[:, 0].tolist())
             taken.append(run.backward(cross_entropy(*run.gather(model(x), y))).item())
             optimizer.step()
             optimizer.zero_grad()
             if run.steps_done == last:
                 run.save("run")
-                return taken, str(run.strategy)
-    return taken, str(run.strategy)
+                return taken, rows, str(run.strategy)
+    return taken, rows, str(run.strategy)
 
 
 @pytest.mark.parametrize("first", ["fsdp4", by_hand("dp4"), by_hand("dp2,fsdp2")])
@@ -128,16 +135,18 @@ def test_an_own_loop_continues_on_fewer_and_more_ranks(
     first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    ((expected, _),) = run_ranks(own_loop, 1, "dp1", None, STEPS + 1, threads=1)
-    taken: list[float] = []
+    ((expected, order, _),) = run_ranks(own_loop, 1, "dp1", None, STEPS + 1, threads=1)
+    taken, rows = list[float](), list[set[float]]()
     for number, state in enumerate(generations(first, tmp_path)):
         num_ranks = Strategy.parse(state.strategy or first).num_ranks
         found = run_ranks(own_loop, num_ranks, first, state.text(), 2 + 2 * number, threads=1)
         taken += found[0][0]
-        assert found[0][1] == (state.strategy or first)
-        assert read_report(str(tmp_path)) == JobReport(strategy=found[0][1], run=None)
+        rows += [{*chain(*parts)} for parts in zip(*(each for _, each, _ in found), strict=True)]
+        assert found[0][2] == (state.strategy or first)
+        assert read_report(str(tmp_path)) == JobReport(strategy=found[0][2], run=None)
     assert len(expected) == STEPS and not Path("run-2").exists()
     assert taken == pytest.approx(expected, rel=1e-10)
+    assert rows == [{*step} for step in order]
 
 
 def test_a_repeated_command_resumes_its_run(

@@ -161,7 +161,7 @@ class Opened(Session):
 
     def __init__(self) -> None:
         self.seen: list[object] = []
-        self.saver = cast(Any, contextlib.ExitStack())
+        self.saver, self.in_memory = cast(Any, contextlib.ExitStack()), None
         self.saver.push(self.note)
 
     def note(self, _kind: object, error: object, _trace: object) -> None:

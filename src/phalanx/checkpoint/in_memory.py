@@ -5,9 +5,9 @@
     gets      files of 2    files of 0    files of 1    while training continues
 
 A state in memory is a checkpoint as on disk, but no host has all its files. It is complete once
-each file is on two hosts; then each host gives its folder the final name, and removes the former
-state. After the loss of a host the others have all files; after the loss of two neighbours the run
-resumes from the disk. Before a resume, `recover` sends each host the files that it lacks.
+each file is on two hosts; only then each host removes the former state. After the loss of a host
+the others have all files; after the loss of two neighbours the run resumes from the disk. Before a
+resume, `recover` sends each host the files that it lacks.
 (Gemini, Wang et al., SOSP 2023, groups hosts, where a ring has more pairs that hold all of a file.)
 """
 
@@ -16,37 +16,39 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
+import os
 import platform
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch import nn
 from typing_extensions import override
 
 from phalanx.account.host import free_memory_bytes
-from phalanx.checkpoint import index, manifest, tensor_file
-from phalanx.checkpoint.files import remove_older
+from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.optimizer_state import AnyOptimizer
 from phalanx.checkpoint.saver import Save, Saver
-from phalanx.checkpoint.sharding import WritePlan, file_of
+from phalanx.checkpoint.sharding import file_of
 from phalanx.checkpoint.state import local_shards_with_moments
 from phalanx.comm.file_exchange import FileExchange, FileTransfer
 from phalanx.comm.join import job_store
 from phalanx.comm.together import all_or_none, gather_objects, max_over_ranks
-from phalanx.errors import CheckpointError, PeerLost
+from phalanx.errors import CheckpointError
 from phalanx.launch import interface
 from phalanx.launch.launched import is_restarted, launched
 from phalanx.launch.rank_env import RankEnv, is_under_torchrun, read_rank_env
 from phalanx.launch.torchrun import meet
 from phalanx.report.units import size_text
-from phalanx.storage import checksum, free_bytes, publish_folder
+from phalanx.storage import PARTIAL, Checksum, checksum, free_bytes, publish_folder
 
 SHARE: Final = 0.04
 """Part of the time of training that saves may take if the settings name no number of steps."""
@@ -57,34 +59,21 @@ NUM_MEASURED: Final = 3
 RECOVERY_S: Final = 600.0
 """Longest wait of a restart for another host, in seconds."""
 
-POLL_S: Final = 0.005
-"""Seconds between two looks of a writer at the store."""
 
+def traffic(files: Mapping[str, Checksum], hosts: Sequence[range]) -> list[FileTransfer]:
+    """Return what ranks send to the next host in a save.
 
-class RankTraffic(NamedTuple):
-    """Bytes of a save on one rank: of its file, sent to the next host, and received."""
-
-    written: int
-    sent: int
-    received: int
-
-
-def receivers(hosts: Sequence[range]) -> dict[int, int]:
-    """Return for each rank the rank of the next of the `hosts` that gets its file, if any does."""
+    Args:
+        files: size and checksum of the files of the ranks, by name; of other files too.
+        hosts: the ranks of each host.
+    """
     following = hosts[1:] and [*hosts[1:], hosts[0]]
-    pairs = zip(hosts, following, strict=False)
-    return {rank: after[n % len(after)] for here, after in pairs for n, rank in enumerate(here)}
-
-
-def traffic(plan: WritePlan, hosts: Sequence[range]) -> list[RankTraffic]:
-    """Return the bytes of one save in memory by rank; `hosts` has the ranks of each host."""
-    infos = [plan.writes_of(rank) for rank in range(plan.num_ranks)]
-    sizes = [tensor_file.file_bytes(each) if each else 0 for each in infos]
-    to = receivers(hosts)
-    received = [0] * plan.num_ranks
-    for source, target in to.items():
-        received[target] += sizes[source]
-    return [RankTraffic(n, n if to else 0, got) for n, got in zip(sizes, received, strict=True)]
+    return [
+        FileTransfer(rank, after[n % len(after)], name, files[name][0])
+        for host, after in zip(hosts, following, strict=False)
+        for n, rank in enumerate(host)
+        if (name := file_of(rank)) in files
+    ]
 
 
 class MemorySaver(Saver):
@@ -92,22 +81,21 @@ class MemorySaver(Saver):
 
     Attributes:
         hosts: the ranks of each host.
-        sent: bytes that this rank has sent to other hosts, and received from them.
+        exchange: the connections to other hosts; None without others.
     """
 
-    def __init__(self, run: Path, *, timeout_s: float | None = None, num_stages: int = 1) -> None:
+    def __init__(self, run: Path, num_stages: int = 1) -> None:
         """Connect the ranks of a launched job for saves of the run in the folder `run` on disk."""
-        folder = manifest.in_memory_of(run)
-        assert folder is not None, "an agent of `phalanx launch` has started this rank"
+        job = launched()
+        assert job is not None, "an agent of `phalanx launch` has started this rank"
+        folder = Path(job.folder, manifest.IN_MEMORY, *Path(os.path.abspath(run)).parts[1:])
         self._env = read_rank_env()
         self.hosts = sorted(set(gather_objects(self._env.here)), key=lambda ranks: ranks.start)
-        self.sent = (0, 0)
-        self._planned: tuple[WritePlan, list[FileTransfer]] | None = None
-        super().__init__(folder, keep=1, timeout_s=timeout_s, num_stages=num_stages)
-        self._exchange = None
+        super().__init__(folder, num_stages=num_stages)
+        self.exchange = None
         if len(self.hosts) > 1:
             keys, limit_s = dist.PrefixStore("files", self._store), self._progress.timeout_s
-            self._exchange = FileExchange(keys, self._env.rank, self._env.num_ranks, limit_s)
+            self.exchange = FileExchange(keys, self._env.rank, self._env.num_ranks, limit_s)
 
     def check_room(self, model: nn.Module, optimizer: AnyOptimizer) -> None:
         """Check that this host has the memory; every rank calls this together, before a step.
@@ -116,13 +104,17 @@ class MemorySaver(Saver):
             CheckpointError: a host has too little; the message has the calculation.
         """
         infos = self._ours(held := local_shards_with_moments(model, optimizer))
-        sizes, here = traffic(self._plan, self.hosts), self._env.here
-        whole = sum(size.written for size in sizes)
-        own = sum(sizes[rank].written for rank in here)
-        copies = sum(sizes[rank].received for rank in here)
+        here, files = self._env.here, dict[str, Checksum]()  # without their checksums
+        for rank in range(self._env.num_ranks):
+            written = self._plan.writes_of(rank).values()
+            files[file_of(rank)] = sum(info.num_bytes for info in written), ""
+        whole = sum(num_bytes for num_bytes, _ in files.values())
+        own = sum(files[file_of(rank)][0] for rank in here)
+        copies = sum(each.num_bytes for each in traffic(files, self.hosts) if each.target in here)
         needed = whole + own + copies + own
         gather_objects(None)  # the ranks of a host read before any allocates
         left = min(free_memory_bytes(), free_bytes(self.run))
+        left += sum(path.stat().st_size for path in self.run.rglob("*"))  # which saves replace
 
         def check() -> None:
             if needed > left:
@@ -130,7 +122,7 @@ class MemorySaver(Saver):
                     f"host {platform.node()} needs {size_text(needed)}: {size_text(whole)} for the "
                     f"whole state, which a restart reads, and for the next save {size_text(own)} "
                     f"of its {len(here)} ranks, as much to write from, and {size_text(copies)} of "
-                    f"another host; {size_text(left)} are free; set memory_every to 0, so that "
+                    f"another host; it has {size_text(left)}; set memory_every to 0, so that "
                     "restarts resume from the disk, or start fewer ranks on this host"
                 )
 
@@ -145,6 +137,7 @@ class MemorySaver(Saver):
     def _check_shared(self, mark: str) -> None:
         self.run.mkdir(parents=True, exist_ok=True)
         self._store: Any = dist.PrefixStore(f"in memory/{mark}", job_store())
+        self._store.set_timeout(timedelta(seconds=self._progress.timeout_s))
 
     @override
     def _open(self, save: Save) -> None:
@@ -159,34 +152,28 @@ class MemorySaver(Saver):
     def _conclude(self, save: Save) -> None:
         # All ranks have written, and rank 0 has the manifest of all files in the store:
         #
-        #     each rank          send its file, get others | done | wait until all are done
-        #     first of a host    index, manifest | rename the folder | remove the former state
+        #     first of a host    index, manifest |      |      | remove the former state, rename
+        #     each rank                          | send its file, get others | "done" | wait for all
         #
-        # Keys of the store are used again: all ranks have read a value before the next is set.
-        store = self._store
-        if self._exchange is not None:
+        #     killed before all are done      the former state, or this one if its files are left
+        #     killed after it                 this state: `recover` reads .partial folders too
+        store, is_first = self._store, self._env.local_rank == 0
+        if is_first and self._env.rank > 0:
+            index.write(save.partial, save.plan)
+            (save.partial / manifest.NAME).write_bytes(store.get("manifest"))
+        if self.exchange is not None:
+            files = json.loads(store.get("manifest"))["files"]
             moved = functools.partial(self._progress.renew, save.number)
-            sizes = self._exchange.run(self._transfers(save.plan), save.partial, moved)
-            self.sent = (self.sent[0] + sizes[0], self.sent[1] + sizes[1])
+            self.exchange.run(traffic(files, self.hosts), save.partial, moved)
         if store.add("done", 1) == save.number * save.plan.num_ranks:
-            store.set("complete", str(save.number))
-        while not store.check(["complete"]) or int(store.get("complete")) < save.number:
-            if self._progress.is_late:
-                raise PeerLost("another rank does not get the files of other hosts")
-            time.sleep(POLL_S)
-        if self._env.local_rank == 0:
-            if self._env.rank > 0:
-                index.write(save.partial, save.plan)
-                (save.partial / manifest.NAME).write_bytes(store.get("manifest"))
+            store.delete_key(f"{save.number - 1} is complete")
+            store.set(f"{save.number} is complete", "")
+        store.get(f"{save.number} is complete")
+        if is_first:
+            for folder in save.final.parent.iterdir():
+                if folder != save.partial:
+                    shutil.rmtree(folder)
             publish_folder(save.partial, save.final)
-            remove_older(self.run, self.keep)
-
-    def _transfers(self, plan: WritePlan) -> list[FileTransfer]:
-        if self._planned is None or self._planned[0] is not plan:
-            sizes, pairs = traffic(plan, self.hosts), receivers(self.hosts).items()
-            files = [FileTransfer(a, b, file_of(a), sizes[a].sent) for a, b in pairs]
-            self._planned = plan, [each for each in files if each.num_bytes]
-        return self._planned[1]
 
 
 class MemoryPace:
@@ -198,7 +185,7 @@ class MemoryPace:
                  save          begin     |    |
                  4 is over, 2 is not complete: wait for it, then begin the next
 
-    If K is unset, the first save takes SHARE of the time of K/2 steps; training waits for it.
+    If K is unset, training waits for the first save; K/2 steps take its time divided by SHARE.
     """
 
     def __init__(
@@ -222,7 +209,8 @@ class MemoryPace:
             self.saver.finish()
         if self._first_s and num_steps >= NUM_MEASURED:
             step_s = (now_s - self._begun_s - self._first_s) / num_steps
-            (self.period,) = max_over_ranks([math.ceil(self._first_s / (SHARE * step_s))])
+            (period,) = max_over_ranks([math.ceil(self._first_s / (SHARE * step_s))])
+            self.period = max(period, num_steps)  # as many steps have passed without a save
             self._first_s, self._every = 0.0, 2 * self.period
             self._say(f"saves the state in memory; a restart loses at most {self._every} steps")
         if num_steps < self.period or self._first_s:
@@ -246,15 +234,7 @@ def pace_of(
 ) -> MemoryPace | None:
     """Return the saves in memory of a run, or None if it has none; every rank calls this together.
 
-    Args:
-        run: folder of the run on disk.
-        every: most steps that a restart loses; 0: no saves in memory; None: as few as SHARE allows,
-            in a job that is restarted after a loss.
-        model: sharded model.
-        optimizer: its optimizer.
-        steps_done: steps of the run so far.
-        say: shows a line to the user.
-        num_stages: number of pipeline stages.
+    `every` is the setting memory_every; for the other arguments see `MemorySaver` and `MemoryPace`.
 
     Raises:
         CheckpointError: `every` is set, and a host has too little memory.
@@ -262,7 +242,7 @@ def pace_of(
     job = launched()
     if job is None or every == 0 or (every is None and not job.restarts):
         return None
-    saver = MemorySaver(run, num_stages=num_stages)
+    saver = MemorySaver(run, num_stages)
     try:
         saver.check_room(model, optimizer)
     except CheckpointError as error:
@@ -278,7 +258,8 @@ def pace_of(
 def recover() -> None:
     """Bring the newest state in memory of each run to all hosts; every rank of a job calls this.
 
-    It does nothing in the first generation, and when it is called again.
+    `manifest.saved_states` has it from then on. Nothing happens in the first generation, nor in
+    further calls.
 
     Raises:
         PeerLost: another host has gone.
@@ -286,13 +267,14 @@ def recover() -> None:
     job = launched()
     if job is None or not (is_restarted() and is_under_torchrun()):
         return
-    env = read_rank_env()
+    env, root = read_rank_env(), Path(job.folder) / manifest.IN_MEMORY
     store: Any = meet(env, RECOVERY_S)
     store.set_timeout(timedelta(seconds=RECOVERY_S))
     interface.choose(dist.PrefixStore("interface", store), env)
     if env.local_rank == 0:
-        _recover(Path(job.folder) / manifest.IN_MEMORY, env, store)
-    store.get("recovered")
+        _recover(root, env, store)
+    for name in json.loads(store.get("recovered")):
+        manifest.RECOVERED[Path("/", name).parent.parent] = root / name
 
 
 def _recover(root: Path, env: RankEnv, store: Any) -> None:
@@ -302,51 +284,52 @@ def _recover(root: Path, env: RankEnv, store: Any) -> None:
     #     host               0                    1                      2 (new)
     #     has of step 40     rank 0, rank 1       rank 1, rank 2         -
     #     gets               rank 2 from 1        rank 0 from 0          all, in turns from 0 and 1
-    store.set(f"{env.rank}", json.dumps([env.num_here, _states_in(root)]))
-    hosts: list[dict[str, list[Any]]] = []
-    number, first = 0, 0
-    while first < env.num_ranks:
-        number = len(hosts) if first == env.rank else number
-        num_here, states = json.loads(store.get(f"{first}"))
+    store.set(f"{env.rank}", json.dumps([env.num_here, _states_in(root), free_bytes(root)]))
+    firsts, hosts, left = [0], list[dict[str, Any]](), list[int]()
+    while firsts[-1] < env.num_ranks:
+        num_here, states, num_free = json.loads(store.get(f"{firsts[-1]}"))
+        firsts.append(firsts[-1] + num_here)
         hosts.append(states)
-        first += num_here
+        left.append(num_free)
     chosen: dict[Path, str] = {}  # by the folder of a run's checkpoints
     transfers: list[FileTransfer] = []
     for name, sha256 in sorted({(n, each[0]) for host in hosts for n, each in host.items()})[::-1]:
-        states = [host[name] if host.get(name, [""])[0] == sha256 else None for host in hosts]
-        sizes: dict[str, int] = next(each[2] for each in states if each is not None)
-        holders = {
-            file: [at for at, each in enumerate(states) if each is not None and file in each[1]]
-            for file in sizes
-        }
-        if Path(name).parent in chosen or not all(holders.values()):
+        held = [host[name] if host.get(name, [""])[0] == sha256 else [sha256, {}] for host in hosts]
+        sizes: dict[str, int] = next(each[2] for each in held if each[1])
+        having = {file: [at for at, each in enumerate(held) if file in each[1]] for file in sizes}
+        if Path(name).parent in chosen or not all(having.values()):
             continue
-        chosen[Path(name).parent] = name
-        transfers += [
-            FileTransfer(having[at % len(having)], at, f"{name}/{file}", sizes[file])
-            for file, having in holders.items()
+        moved = [
+            FileTransfer(places[at % len(places)], at, f"{name}/{file}", sizes[file])
+            for file, places in having.items()
             for at in range(len(hosts))
-            if at not in having
+            if at not in places
         ]
+        needed = [sum(e.num_bytes for e in moved if e.target == at) for at in range(len(hosts))]
+        if all(map(operator.le, needed, left)):  # else the run resumes from the disk
+            left = [*map(operator.sub, left, needed)]
+            chosen[Path(name).parent] = name
+            transfers += moved
     keys = dist.PrefixStore("files", store)
-    exchange = FileExchange(keys, number, len(hosts), RECOVERY_S)
-    exchange.run(transfers, root)
-    for folder in root.rglob("checkpoints/*"):
+    FileExchange(keys, firsts.index(env.rank), len(hosts), RECOVERY_S).run(transfers, root)
+    for folder in {path.parent for path in root.rglob("*") if path.is_file()}:
         if str(folder.relative_to(root)) not in chosen.values():
             shutil.rmtree(folder)
     if store.add("ready", 1) == len(hosts):
-        store.set("recovered", "")
+        store.set("recovered", json.dumps([*chosen.values()]))
     store.get("recovered")  # the connections stay until then
 
 
 def _states_in(root: Path) -> dict[str, list[Any]]:
     """Return the states of this host: name -> [sha256 of the manifest, files here, all sizes]."""
     states: dict[str, list[Any]] = {}
-    for path in root.rglob(f"checkpoints/*/{manifest.NAME}"):
-        folder, (num_bytes, sha256) = path.parent, checksum(path)
-        if not folder.suffix:
+    for path in [*root.rglob(f"checkpoints/*/{manifest.NAME}")]:
+        folder = path.parent
+        with suppress(CheckpointError, OSError):  # lost while it wrote the manifest, or named it
             needed = {name: size for name, (size, _) in manifest.read(folder).files.items()}
-            needed[manifest.NAME] = num_bytes
-            held = [name for name in needed if (folder / name).exists()]
-            states[str(folder.relative_to(root))] = [sha256, held, needed]
+            if folder.suffix == PARTIAL:  # each file is whole that has its final name
+                folder = folder.rename(folder.with_suffix(""))
+            needed[manifest.NAME], sha256 = checksum(folder / manifest.NAME)
+            here = [name for name in needed if (folder / name).exists()]
+            states[str(folder.relative_to(root))] = [sha256, here, needed]
     return states

@@ -33,7 +33,6 @@ from phalanx.checkpoint.untrusted import (
     write_json,
 )
 from phalanx.errors import CheckpointError
-from phalanx.launch.launched import launched
 from phalanx.models.shape import ModelShape
 from phalanx.storage import Checksum, hint_of_missing
 
@@ -64,6 +63,9 @@ NUM_NAMED = 3
 
 IN_MEMORY: Final = "states-in-memory"
 """Folder in `Launched.folder`: states in memory of the run /a/b are in states-in-memory/a/b."""
+
+RECOVERED: Final = dict[Path, Path]()
+"""Run -> its state in memory that the ranks before a restart have left, see `in_memory.recover`."""
 
 OLDER: Final = "; older checkpoints that can be used instead: "
 
@@ -161,12 +163,10 @@ class Checkpoint(NamedTuple):
     about: Manifest
     damaged: Mapping[Path, str] = {}
 
-    def on_this_host(self) -> Path:
-        """Return the folder: of a state in memory that rank 0 has found, the one of this host."""
-        parts = self.folder.parts
-        if (job := launched()) is None or IN_MEMORY not in parts:
-            return self.folder
-        return Path(job.folder, *parts[parts.index(IN_MEMORY) :])
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether it is a state in memory, of which each host has a folder of its own."""
+        return IN_MEMORY in self.folder.parts
 
     def words(self) -> list[str]:
         """Return a line for each checkpoint in `damaged`."""
@@ -308,15 +308,12 @@ def complete_checkpoints(run: Path) -> dict[int, Path]:
 
 
 def saved_states(run: Path) -> dict[int, Path]:
-    """Return `complete_checkpoints` of a run, and of a launched job its states in memory too."""
-    states = complete_checkpoints(run) | complete_checkpoints(in_memory_of(run) or run)
+    """Return `complete_checkpoints` of a run, and its state in memory if this is a restart."""
+    states = complete_checkpoints(run)
+    folder = RECOVERED.get(Path(os.path.abspath(run)))
+    if folder is not None and (folder / NAME).exists():  # else a later save has removed it
+        states[_step_of(folder) or 0] = folder
     return dict(sorted(states.items()))
-
-
-def in_memory_of(run: Path) -> Path | None:
-    """Return the folder of this host for a run's states in memory; None if there is none."""
-    job = launched()
-    return None if job is None else Path(job.folder, IN_MEMORY, *run.absolute().parts[1:])
 
 
 def _step_of(folder: Path) -> int | None:

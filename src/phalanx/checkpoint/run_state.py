@@ -118,7 +118,9 @@ class RunState:
             CheckpointError: it is damaged, or from another model, optimizer or script. Then all
                 objects have their states of before; see `state.load` for the weights.
         """
-        folder, about = start.on_this_host(), start.about
+        folder, about = start.folder, start.about
+        if start.is_in_memory:  # which rank 0 has found
+            folder = manifest.RECOVERED[manifest.run_of(folder) or folder]
         together = CombinedOptimizer(self.optimizers)
         objects = [*self.parts.values(), *self.registered.objects]
         with unchanged_on_error(objects, together.param_groups):

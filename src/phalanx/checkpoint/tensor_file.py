@@ -90,11 +90,23 @@ def write(
     Raises:
         OSError: the write failed, for example because the disk is full; names the file.
     """
-    head = _head(tensors)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, info in tensors.items():
+        begin, end = end, end + info.num_bytes
+        header[name] = {
+            "dtype": NAMES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [begin, end],
+        }
+    # The header is padded so that the data begins at a multiple of 8 bytes, and with the tensors by
+    # falling item size each is aligned.
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
     sha256, num_bytes, synced_bytes = hashlib.sha256(), 0, 0
     try:
         with path.open("wb", buffering=0) as file:
-            for chunk in _chunks(head, pieces):
+            for chunk in _chunks(len(text).to_bytes(8, "little") + text, pieces):
                 sha256.update(chunk)  # releases the GIL
                 # `write` without a buffer may take a part of a chunk, as at the limit of a disk.
                 rest = chunk
@@ -109,31 +121,8 @@ def write(
             os.fsync(file.fileno())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
-    assert num_bytes == file_bytes(tensors), "the pieces are not what was announced"
+    assert num_bytes == 8 + len(text) + end, "the pieces are not what was announced"
     return num_bytes, sha256.hexdigest()
-
-
-def file_bytes(tensors: Mapping[str, TensorInfo]) -> int:
-    """Return the size of the file that `write` writes for `tensors`, in bytes."""
-    return len(_head(tensors)) + sum(info.num_bytes for info in tensors.values())
-
-
-def _head(tensors: Mapping[str, TensorInfo]) -> bytes:
-    """Return the bytes of a file before its data."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, info in tensors.items():
-        begin, end = end, end + info.num_bytes
-        header[name] = {
-            "dtype": NAMES[info.dtype],
-            "shape": list(info.shape),
-            "data_offsets": [begin, end],
-        }
-    # The header is padded so that the data begins at a multiple of 8 bytes, and with the tensors by
-    # falling item size each is aligned.
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def _chunks(head: bytes, pieces: Iterable[torch.Tensor]) -> Iterable[memoryview]:

@@ -38,11 +38,15 @@ class FileTransfer(NamedTuple):
 
 
 class FileExchange:
-    """The connections of some processes, numbered from 0, by which they send files."""
+    """The connections of some processes, numbered from 0, by which they send files.
+
+    Attributes:
+        bytes_sent: bytes of files that this process has sent.
+    """
 
     def __init__(self, store: dist.Store, number: int, size: int, timeout_s: float) -> None:
         """Make the group; every process calls this with keys of `store` that only they use."""
-        self._number = number
+        self._number, self.bytes_sent = number, 0
         with lazily_connected():
             kind: Any = dist.ProcessGroupGloo  # its constructor has no type
             self._group = kind(store, number, size, timedelta(seconds=timeout_s))
@@ -52,22 +56,23 @@ class FileExchange:
         transfers: Sequence[FileTransfer],
         folder: Path,
         moved: Callable[[], None] = lambda: None,
-    ) -> tuple[int, int]:
-        """Send and receive the files of this process; return the bytes sent and received.
+    ) -> None:
+        """Send and receive the files of this process; every process calls this together.
 
-        Every process calls this with the same `transfers`, in the same order, in which each sends
-        and, at the same time, receives. So both ends of the first that is not done work on it.
-        `moved` is called after each message received.
+        Each has the same `transfers`, and sends and, at the same time, receives in their order. So
+        both ends of the first that is not done work on it. `moved` is called after each message
+        received.
 
         Raises:
             PeerLost: a process has gone.
             OSError: there is no room for a file in `folder`, where this process has its files.
         """
         sent = [each for each in transfers if each.source == self._number]
-        received = [each for each in transfers if each.target == self._number]
         with ThreadPoolExecutor(1, "files") as pool:
             sending = pool.submit(self._send, sent, folder)
-            for each in received:
+            for each in transfers:
+                if each.target != self._number:
+                    continue
                 path = folder / each.name
                 partial = path.with_name(path.name + PARTIAL)
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,12 +83,12 @@ class FileExchange:
                     moved()
                 partial.rename(path)
             sending.result()
-        return sum(each.num_bytes for each in sent), sum(each.num_bytes for each in received)
 
     def _send(self, transfers: Sequence[FileTransfer], folder: Path) -> None:
         for each in transfers:
             for chunk in _chunks(folder / each.name, each.num_bytes):
                 _wait(self._group.send([chunk], each.target, 0))
+                self.bytes_sent += len(chunk)
 
 
 def _wait(work: Any) -> None:

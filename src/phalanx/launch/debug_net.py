@@ -33,15 +33,13 @@ READ_LEVEL: Final = "_ZN3c1011initLoggingEv"
 @contextmanager
 def into(folder: Path | None) -> Generator[None]:
     """Let ranks that are started, or that this process joins, write their files to `folder`."""
-    if folder is None:
-        yield
-        return
     before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = str(folder.absolute())
+    if folder is not None:
+        os.environ[VARIABLE] = str(folder.absolute())
     try:
         yield
     finally:
-        del os.environ[VARIABLE]
+        os.environ.pop(VARIABLE, None)
         if before is not None:
             os.environ[VARIABLE] = before
 

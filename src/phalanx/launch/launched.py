@@ -27,15 +27,15 @@ REPORT: Final = "job.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """How the launcher continues a job; the first generation has neither strategy nor run.
+    """How the launcher continues a job; the first generation has neither strategies nor run.
 
     Attributes:
         folder: folder of the agent in the host's memory (tmpfs), which outlives the ranks.
         generation: number of restarts so far.
         restarts: number of restarts after which the job ends.
-        strategy: strategy in place of the command's; None: the command's.
-        first: strategy of the first generation; None in it.
-        run: folder of the run to resume from its latest state; None: the command's.
+        strategy: strategy in place of the command's.
+        first: strategy of the first generation.
+        run: folder of the run to resume from its latest state, in place of the command's.
     """
 
     folder: str

@@ -51,26 +51,25 @@ class Placement:
         for axis in self.axes:
             groups = groups_of(self.axes, axis)
             crossing = [group for group in groups if len({host_of[rank] for rank in group}) > 1]
-            names = {self.ranks[rank]["interface"] for group in crossing for rank in group}
-            by = ", ".join(sorted(filter(None, names)))
-            between = f"between hosts, by {by}" if by else "between hosts"
+            names = {self.ranks[rank]["interface"] for group in crossing for rank in group} - {""}
+            between = "between hosts" + (f", by {', '.join(sorted(names))}" if names else "")
             links[axis] = between if crossing else "inside a host"
         return links
 
     def table(self) -> Table:
         """Return a table with a row for each rank, or of many ranks for each host."""
-        coords = np.array(np.unravel_index(range(len(self.ranks)), [*self.axes.values()])).T
-        each = [[rank] for rank in range(len(self.ranks))]
-        rows = [
-            [
-                *(_span(of) for of in (ranks, [self.ranks[r]["local_rank"] for r in ranks])),
-                *([str(self.ranks[ranks[0]]["process"])] if len(ranks) == 1 else [""]),
-                *(str(self.ranks[ranks[0]][name]) for name in ("host", "address", "interface")),
-                _device([self.ranks[rank]["device"] for rank in ranks]),
-                *(_span(of) for of in coords[ranks].T.tolist()),
-            ]
-            for ranks in (each if len(self.ranks) <= MOST_RANKS else self.hosts)
-        ]
+        number = range(len(self.ranks))
+        coords = np.array(np.unravel_index(number, [*self.axes.values()]))
+        rows: list[list[str]] = []
+        for ranks in [[rank] for rank in number] if len(number) <= MOST_RANKS else self.hosts:
+            first, devices = self.ranks[ranks[0]], {self.ranks[rank]["device"] for rank in ranks}
+            kind = first["device"].partition(":")[0]
+            ranges = [ranks, [self.ranks[rank]["local_rank"] for rank in ranks], *coords[:, ranks]]
+            words = [f"{min(of)}" if len({*of}) == 1 else f"{min(of)}-{max(of)}" for of in ranges]
+            process = str(first["process"]) if len(ranks) == 1 else ""
+            places = [first[name] for name in ("host", "address", "interface")]
+            device = first["device"] if len(devices) == 1 else f"{len(devices)} x {kind}"
+            rows.append([*words[:2], process, *places, device, *words[2:]])
         heads = ("rank", "local", "process", "host", "address", "interface", "device", *self.axes)
         links = self.links
         note = "; ".join(
@@ -80,30 +79,20 @@ class Placement:
         return Table("Who is where", heads, rows, ("rank", "local", "process", *self.axes), note)
 
 
-def _span(numbers: Sequence[int]) -> str:
-    least, most = min(numbers), max(numbers)
-    return str(least) if least == most else f"{least}-{most}"
-
-
-def _device(names: Sequence[str]) -> str:
-    kinds = {name.partition(":")[0] for name in names}
-    return names[0] if len({*names}) == 1 else f"{len({*names})} x {'/'.join(sorted(kinds))}"
-
-
 def gathered(comm: Comm) -> Placement | None:
     """Return the places of all ranks on rank 0, None elsewhere; every rank calls this together."""
     from phalanx.comm.together import gather_on_first  # imports torch
 
     name = os.environ.get(interface.VARIABLE, "").partition(",")[0]
-    own = {
-        "local_rank": read_rank_env().local_rank,
-        "process": os.getpid(),
-        "host": socket.gethostname(),
-        "address": interface.address_of(name),
-        "interface": name
-        if comm.device.type == "cpu"
-        else os.environ.get("NCCL_SOCKET_IFNAME", ""),
-        "device": str(comm.device),
-    }
-    ranks = gather_on_first(own)
+    is_gloo = comm.device.type == "cpu"
+    ranks = gather_on_first(
+        {
+            "local_rank": read_rank_env().local_rank,
+            "process": os.getpid(),
+            "host": socket.gethostname(),
+            "address": interface.address_of(name),
+            "interface": name if is_gloo else os.environ.get("NCCL_SOCKET_IFNAME", ""),
+            "device": str(comm.device),
+        }
+    )
     return Placement(comm.axes, ranks) if ranks else None

@@ -15,7 +15,6 @@ from phalanx.comm.comm import Ranks
 from phalanx.debug.check import CollectiveCheck
 from phalanx.errors import StrategyError
 from phalanx.launch.attach import attach, check_end, report_in_one_message
-from phalanx.launch.debug_net import begin, into
 from phalanx.launch.failure import report
 from phalanx.launch.launched import JobReport, launched, require_agent
 from phalanx.launch.rank_env import read_rank_env
@@ -46,7 +45,6 @@ def init(
     memory_every: int | None = None,
     shared_memory: bool = True,
     debug_comm: bool = False,
-    debug_net: str | Path | None = None,
 ) -> Run:
     """Join the job of `phalanx run`, torchrun or Slurm, or start a job of one process.
 
@@ -62,12 +60,11 @@ def init(
         nonfinite: what happens when a loss is not finite: "stop" raises an error before the weights
             change; "skip" leaves the weights as they are in this step.
         memory_every: most steps that a restart by `phalanx launch` loses of a run that `resume`
-            names, by saves in memory between two batches of a pass; 0: restarts resume from the
-            disk. Unset: as few as take 4 % of the time, and 0 without restarts.
+            names, one more at the end of a pass, by saves in memory between two batches; 0:
+            restarts resume from the disk. Unset: as few as take 4 % of the time, and 0 without
+            restarts.
         shared_memory: whether CPU ranks of one host communicate by shared memory instead of gloo.
         debug_comm: compare each collective between ranks before it runs, see docs/debugging.md.
-        debug_net: folder for a file of each rank with what c10d, gloo and NCCL print. In a job of
-            `phalanx run`, whose ranks have joined before, `phalanx run --debug-net` begins earlier.
 
     Raises:
         ConfigError: the strategy cannot be parsed, needs servers or another number of ranks, or has
@@ -79,17 +76,14 @@ def init(
         strategy = job.strategy
         os.environ.pop(STRATEGY, None)
     parsed = (OVERRIDES[-1][0] if OVERRIDES else None) or _strategy(strategy)
-    known: dict[str, Any] = {"accumulation": accumulation, "seed": seed, "nonfinite": nonfinite}
-    known["memory_every"] = memory_every
+    known: dict[str, Any] = {"accumulation": accumulation, "seed": seed}
+    known |= {"nonfinite": nonfinite, "memory_every": memory_every}
     check_arguments("init", **known, device=device, timeout_s=timeout_s)
     require_agent(memory_every)
     facts = {"strategy": parsed and str(parsed), **known}
     facts |= {"shared_memory": shared_memory, "debug_comm": debug_comm}
     is_new = not dist.is_initialized()  # else `phalanx run` has started this rank
-    if debug_net is not None and not is_new:
-        begin(str(debug_net), dist.get_rank())
-    with into(Path(debug_net) if debug_net is not None and is_new else None):
-        kind, num_ranks = attach(facts, device=device, timeout_s=timeout_s), dist.get_world_size()
+    kind, num_ranks = attach(facts, device=device, timeout_s=timeout_s), dist.get_world_size()
     parsed = parsed or Strategy.parse(f"dp{num_ranks}")
     if parsed.num_ranks != num_ranks == 1:
         raise StrategyError(

@@ -43,6 +43,7 @@ class Saves:
         self._folders: dict[Path, Path] = {}
         self._starts: dict[Path, Checkpoint] = {}  # checkpoints that were resumed, by their runs
         self._savers: dict[Path, Saver] = {}  # each locks its folder until the process ends
+        self._finish_in_memory: Callable[[], None] = lambda: None
 
     def save(self, folder: str | Path, keep: int | None) -> Path:
         """Save a checkpoint, see `Run.save`."""
@@ -118,7 +119,8 @@ class Saves:
             self._folders[run], self._starts[run] = run, found
         step.steps_done = about.steps_done
         step.reset()
-        _note_position(run if is_last else where, where)
+        if not found.is_in_memory:  # which the job does not leave
+            _note_position(run if is_last else where, where)
         for line in [*found.words(), f"resumes from {where}, after step {step.steps_done}"]:
             self._show(line)
         self._save_in_memory(run)
@@ -129,6 +131,7 @@ class Saves:
         if launched() is None:
             return
         of, (model, step) = self._prepared, self._prepared.require_model("resume")
+        self._finish_in_memory()  # of an earlier resume, which saves in the same folder
         run = on_first_rank(run.absolute, f"cannot resume {run}")
         where = (run, of.job.memory_every, model, CombinedOptimizer(of.optimizers))
         if (pace := pace_of(*where, step.steps_done, self._show)) is None:
@@ -139,6 +142,7 @@ class Saves:
             about = manifest_of(self._strategy, of.steps_done, is_passing=True)
             self._state(model).begin_save(pace.saver, about, replaces=True)
 
+        self._finish_in_memory = pace.saver.finish
         of.between_steps = lambda: pace.after_step(of.steps_done, save)
 
     def _state(self, model: nn.Module) -> RunState:

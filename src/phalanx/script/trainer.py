@@ -23,8 +23,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from phalanx.checkpoint import manifest
-from phalanx.checkpoint.in_memory import recover
 from phalanx.config.fields import SEED, STEPS, Range
 from phalanx.config.profile_options import ProfileOptions
 from phalanx.config.schema import MOST_ROWS, JobConfig, RunConfig
@@ -42,6 +40,7 @@ from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy, refuse_servers
 from phalanx.train.callback import Callback, Callbacks, Log
 from phalanx.train.job.request import choose_device, log_of
+from phalanx.train.job.resume import continuation
 from phalanx.train.job.run_folder import net_files, removed_if_refused, resumed_folder
 from phalanx.train.loop import how_to_resume
 from phalanx.train.objective import Objective, check_build
@@ -173,18 +172,16 @@ class Trainer:
                     "such as 'dp2', and phalanx.Options(...)"
                 )
         trainer, job = self, launched()
-        if job is not None and job.strategy is not None:
-            strategy = job.strategy
-            if job.first is not None and self.batch_norm is None:
-                # A microbatch has at most as many rows on a rank as in the first generation.
-                ranks = [Strategy.parse(text).data_ranks for text in (job.first, strategy)]
-                accumulation = -(-self.accumulation * ranks[0] // ranks[1])
-                trainer = dataclasses.replace(self, accumulation=accumulation)
-        if job is not None and job.run is not None:
-            recover()
-            run = options.folder
-            is_begun = bool(manifest.saved_states(run))
-            options = dataclasses.replace(options, out=run, resume=is_begun)
+        changes = continuation({"out": str(options.folder)})
+        strategy = changes.get("strategy", strategy)
+        if job is not None and job.first is not None and self.batch_norm is None:
+            # A microbatch has at most as many rows on a rank as in the first generation.
+            ranks = [Strategy.parse(text).data_ranks for text in (job.first, str(strategy))]
+            accumulation = -(-self.accumulation * ranks[0] // ranks[1])
+            trainer = dataclasses.replace(self, accumulation=accumulation)
+        if "out" in changes:
+            is_begun = changes.get("resume") is not None
+            options = dataclasses.replace(options, out=options.folder, resume=is_begun)
         if strategy == AUTO:
             resume = str(options.out) if options.resume else None
             asked = JobConfig(strategy=AUTO, device=options.device, resume=resume)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from phalanx.errors import StrategyError
@@ -143,23 +144,17 @@ def shrunk(strategy: Strategy, most_ranks: int, global_rows: int | None) -> Stra
     if strategy.num_ranks <= most_ranks:
         return strategy
     whole = dict(each for each in reversed([*strategy.axes()]) if each[0] not in ("dp", "fsdp"))
-    splits = [
-        dict(zip(whole, split, strict=True))
-        for split in itertools.product(*(_smaller(name, axis) for name, axis in whole.items()))
-    ]
 
-    def num_parts(split: dict[str, Axis]) -> int:
-        return math.prod(axis.degree for axis in split.values())
+    def worth(split: Sequence[Axis]) -> tuple[int, list[tuple[int, bool]]]:
+        num_parts = math.prod(axis.degree for axis in split)
+        kinds = [axis.kind for axis in whole.values()]
+        kept = [(axis.degree, axis.kind == kind) for axis, kind in zip(split, kinds, strict=True)]
+        return num_parts if num_parts <= most_ranks else 0, kept
 
-    axes = max(
-        (split for split in splits if num_parts(split) <= most_ranks),
-        key=lambda split: (
-            num_parts(split),
-            [(axis.degree, axis.kind == whole[name].kind) for name, axis in split.items()],
-        ),
-    )
-    most = most_ranks // num_parts(axes)
-    rows = 0 if global_rows is None else global_rows  # every number divides 0
+    splits = itertools.product(*(_smaller(name, axis) for name, axis in whole.items()))
+    axes = dict(zip(whole, max(splits, key=worth), strict=True))
+    most = most_ranks // math.prod(axis.degree for axis in axes.values())
+    rows = global_rows or 0  # every number divides 0
     fsdp = max(n for n in range(1, min(strategy.fsdp.degree, most) + 1) if rows % n == 0)
     replicas = range(1, min(strategy.dp.degree, most // fsdp) + 1)
     dp = max(n for n in replicas if rows % (n * fsdp) == 0)

@@ -109,7 +109,7 @@ def take_steps(session: Session, records: Watcher) -> int:
     pace = StopAndSaveSync(60 * config.save_every_minutes, session.is_first)
     is_over = session.best is not None and session.best.is_over
     is_unsaved = False  # the run ends once a checkpoint could be saved
-    if not is_restarted():  # else the next step comes first
+    if not is_restarted() or step.steps_done >= num_steps:  # else the next step comes first
         with compiling(config.compile):
             _evaluate(session, records)
     saved = session.saved_steps

@@ -11,7 +11,6 @@ loop.py drives a session, and report/ measures it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import shlex
 import threading
 from abc import ABC, abstractmethod
@@ -25,8 +24,8 @@ from torch import nn
 
 from phalanx.account.flops import Flops
 from phalanx.account.planned import PlannedStep
-from phalanx.checkpoint.in_memory import MemoryPace, pace_of
-from phalanx.checkpoint.manifest import Checkpoint, Manifest
+from phalanx.checkpoint.in_memory import pace_of
+from phalanx.checkpoint.manifest import Checkpoint, Manifest, complete_checkpoints
 from phalanx.checkpoint.run_state import RunState, Stateful
 from phalanx.checkpoint.saver import Saver
 from phalanx.comm.comm import Ranks
@@ -156,7 +155,10 @@ class Session(ABC):
             if config.compile:
                 compile_blocks(model)
             self.stream = self.open_stream()
-            self.in_memory = self.paced_in_memory()
+            self.in_memory = pace_of(
+                *(self.out, config.memory_every, model, self.step.optimizer),
+                *(self.step.steps_done, announce, self.comm.size("pp")),
+            )
         except BaseException:
             self.saver.__exit__(None, None, None)  # release the lock
             raise
@@ -254,26 +256,27 @@ class Session(ABC):
         """
         self.state.begin_save(self.saver, self.manifest(is_passing=is_passing))
 
-    def paced_in_memory(self) -> MemoryPace | None:
-        """Return the saves in the memory of hosts; None if there are none."""
-        step, num_stages = self.step, self.comm.size("pp")
-        where = (self.out, self.config.memory_every, step.model, step.optimizer, step.steps_done)
-        return pace_of(*where, announce, num_stages)
-
     def save_in_memory(self) -> None:
         """Begin to save in memory if such a save is due after the latest step."""
         if (pace := self.in_memory) is None:
             return
-        saver, about = pace.saver, functools.partial(self.manifest, is_passing=True)
-        pace.after_step(self.step.steps_done, lambda: self.state.begin_save(saver, about()))
+
+        def begin() -> None:
+            if self.best is not None:
+                self.saver.finish()  # the disk has the best checkpoint that the state speaks of
+            self.state.begin_save(pace.saver, self.manifest(is_passing=True))
+
+        pace.after_step(self.step.steps_done, begin)
 
     @property
     def saved_steps(self) -> int:
-        """Steps of the last checkpoint, read before the first step of this process.
+        """Steps of the last checkpoint on the disk, read before the first step of this process.
 
-        With parameter servers this process may replace a lost one that had not saved a due one.
+        A process that replaces a lost one, which had not saved a due one, may be further.
         """
-        return self.step.steps_done
+        if self.start is None or not self.start.is_in_memory:
+            return self.step.steps_done
+        return on_first_rank(lambda: max(complete_checkpoints(self.out), default=0), "cannot save")
 
     @property
     def is_behind(self) -> bool:

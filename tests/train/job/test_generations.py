@@ -128,13 +128,17 @@ def test_auto_resumes_the_run_in_out_and_else_begins_it(
     assert (config.steps, config.seed) == (7, 3)
     with pytest.raises(ConfigError, match=r"resume is auto, .*give --out FOLDER"):
         continued(TrainConfig(resume="auto"))
-    # Of a script with several runs, the launcher knows the last.
+    # Of a script with several runs, the launcher knows one.
     state = Launched(folder="", strategy="dp3", run=str(tmp_path))
     monkeypatch.setenv(launched.VARIABLE, state.text())
     config = continued(TrainConfig(strategy="dp4", nproc=4))
     assert (config.resume, config.out) == (str(tmp_path), None)
     assert (config.strategy, config.nproc) == ("dp3", None)
     assert config.batch == BatchConfig(global_size=12, microbatch=4)
+    monkeypatch.setenv(launched.VARIABLE, dataclasses.replace(state, restarts=1).text())
+    continued(TrainConfig())
+    with pytest.raises(ConfigError, match=r"second run without a folder, .*; give out"):
+        continued(TrainConfig(seed=4))
     other = continued(TrainConfig(out="other"))
     assert (other.resume, other.out) == (None, "other")
     folder.rename(folder.with_suffix(".partial"))

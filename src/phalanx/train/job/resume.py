@@ -54,7 +54,7 @@ def continuation(said: Mapping[str, Any]) -> dict[str, Any]:
             "resume is auto, which looks for a run in --out, but out is unset; give --out FOLDER"
         )
     if job is not None and job.run is not None:
-        # A script may have several runs, of which the launcher knows the last.
+        # A script may have several runs, of which the launcher knows one.
         if run is None and said.get("resume") is not None:
             run = str(manifest.run_folder(Path(said["resume"])))
         run = run or job.run
@@ -63,7 +63,13 @@ def continuation(said: Mapping[str, Any]) -> dict[str, Any]:
     if job is not None and job.strategy is not None:
         changes |= {"strategy": job.strategy, "nproc": None}
         if run is not None and (file := Path(run) / RUN_FILE).exists():
-            changes |= _batch_of(file, Strategy.parse(job.strategy).data_ranks)
+            # The rows of the global batch stay, and a microbatch has at most as many as before.
+            keys = {setting.key: setting.hint for setting in settings(TrainConfig)}
+            before = read_values(str(file), keys, is_foreign=True)
+            rows, most = before["batch.global_size"], before["batch.microbatch"]
+            microbatch = _divisor(rows // Strategy.parse(job.strategy).data_ranks, most)
+            changes |= {"batch.global_size": rows, "batch.microbatch": microbatch}
+            changes |= {"batch.accumulation": None}
     if is_restarted():
         from phalanx.checkpoint.in_memory import recover  # imports torch
 
@@ -75,27 +81,35 @@ def continuation(said: Mapping[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def _batch_of(file: Path, num_data_ranks: int) -> dict[str, Any]:
-    """Return the settings by which the ranks share the batch of a run, whose settings `file` has.
-
-    The rows of the global batch stay, and a microbatch has at most as many rows as before.
-    """
-    keys = {setting.key: setting.hint for setting in settings(TrainConfig)}
-    values = read_values(str(file), keys, is_foreign=True)
-    rows, most = values["batch.global_size"], values["batch.microbatch"]
-    share = rows // num_data_ranks
-    microbatch = next(number for number in range(min(share, most), 0, -1) if share % number == 0)
-    return {"batch.global_size": rows, "batch.microbatch": microbatch, "batch.accumulation": None}
+def _divisor(number: int, most: int) -> int:
+    """Return the largest divisor of a number that is at most `most`."""
+    return next(n for n in range(min(number, most), 0, -1) if number % n == 0)
 
 
 def continued(config: Schema) -> Schema:
-    """Return the settings with those that `continuation` replaces."""
+    """Return the settings with those that `continuation` replaces.
+
+    Raises:
+        ConfigError: the second run of a script would take the folder of the first.
+    """
     keys = [setting.key for setting in settings(type(config))]
     said = {key: value_at(config, key) for key in keys}
+    job = launched()
+    if job is not None and job.restarts and said["out"] is said["resume"] is None:
+        if _UNNAMED:
+            raise ConfigError(
+                "this is the script's second run without a folder, which a restart could not "
+                "distinguish from the first; give out"
+            )
+        _UNNAMED.append(config)
     for key, value in continuation(said).items():
         if key in keys:  # a job of one's own has no init
             config = with_value(config, key, value)
     return config
+
+
+_UNNAMED: Final = list[Any]()
+"""Settings of this process's run without a folder, if there is one."""
 
 
 def name_of(config: TrainConfig, shape: ModelShape, origin: Checkpoint | None) -> str:
@@ -209,8 +223,7 @@ def as_before(config: TrainConfig, about: Manifest, num_data_ranks: int) -> Trai
                 f"{whose} is {rows} sequences, not divisible by {num_data_ranks} data ranks; use a "
                 f"strategy with {legal} data ranks, or --batch.global-size {above}"
             )
-        most = min(share, about.settings["batch.microbatch"])
-        microbatch = next(n for n in range(most, 0, -1) if share % n == 0)
+        microbatch = _divisor(share, about.settings["batch.microbatch"])
         batch = BatchConfig(global_size=rows, microbatch=microbatch)
     return dataclasses.replace(config, batch=batch)
 

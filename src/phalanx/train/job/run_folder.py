@@ -160,7 +160,7 @@ def check_unused(out: Path, start: Checkpoint | None) -> None:
         ConfigError: `out` has checkpoints of another run, or later ones than `start`; or the run of
             `start` has removed it.
     """
-    if start is not None and manifest.IN_MEMORY in start.folder.parts:
+    if start is not None and start.is_in_memory:
         start.set_aside()  # the state is of this run, and saves in memory may have replaced it
         return
     ours = None if start is None else manifest.identity(start.folder)
