@@ -178,6 +178,8 @@ class TaskScheduler(Role):
         others = [(at, each) for at, each in enumerate(groups) if at != self.group]
         live = sorted({self.group, *(at for at, each in others if each["num_live"])})
         group_of = {slot: live[slot % len(live)] for slot in range(tasks.num_slots)}
+        if groups:  # this scheduler may have started again, and a worker of its group be lost
+            group_of |= dict.fromkeys(groups[self.group]["workers"], self.group)
         for at, each in others:
             for slot in each["workers"]:
                 if slot not in tasks.workers or tasks.is_lost(slot):  # else it has just come here
