@@ -32,7 +32,7 @@ def test_a_task_of_srun_is_a_rank() -> None:
         "LOCAL_RANK": "1",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "gpu07",
-        "MASTER_PORT": "21968",
+        "MASTER_PORT": "23046",
     }
 
 

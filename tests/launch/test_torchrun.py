@@ -71,8 +71,8 @@ def orphan(_):
         os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
 
-def run(prepare, facts, work, timeout_s=3.0):
-    return run_here(prepare, facts, work, device="cpu", threads=1, timeout_s=timeout_s)
+def run(prepare, facts, work, timeout_s=3.0, threads=1):
+    return run_here(prepare, facts, work, device="cpu", threads=threads, timeout_s=timeout_s)
 
 try:
     if sys.argv[1] == "end":
@@ -85,7 +85,8 @@ try:
         run(prepare_and_stop, lambda _: {}, work)
     for preparation in (prepare, lambda: rank):
         print(run(preparation, lambda _: {"steps": 7}, work), flush=True)
-    run(lambda: rank, lambda value: {"text": f"text {value}", "steps": 7}, work)
+    facts = lambda value: {"text": f"text {value}", "steps": 7}
+    run(lambda: rank, facts, work, threads=[1, None][rank])
 except BaseException as error:
     leave_failed(error)
 """

@@ -63,6 +63,30 @@ def test_workers_are_not_lost_while_the_scheduler_does_not_listen(
         scheduler.close()
 
 
+def test_a_scheduler_that_starts_again_assigns_the_tasks_of_a_worker_that_is_lost(
+    tmp_path: Path, now_s: list[float]
+) -> None:
+    """The other groups leave these to it, as the map says."""
+    own = ("scheduler0", Secret.new(), f"ipc://{tmp_path}/scheduler0", lambda _: None)
+    scheduler = TaskScheduler("job", f"ipc://{tmp_path}/coordinator", "1", *own, group=0)
+    scheduler.member.map["groups"] = [
+        {"workers": workers, "num_live": 1, "scheduler": ""} for workers in ([0, 1], [2])
+    ]
+    asked = WireMessage("beat", {"tasks": [3, 0, 1], "is_open": False, "worker": 0})
+    try:
+        scheduler.handle(b"", asked)
+        until_s = now_s[0] + 2 * LEASE_S
+        while now_s[0] < until_s:
+            now_s[0] += 0.125
+            scheduler.tick()
+        scheduler.handle(b"", asked)
+        assert scheduler.tasks is not None
+        assert scheduler.tasks.help(0, 0, is_through=False) == (0, 1)
+        assert scheduler.tasks.elsewhere == {2}
+    finally:
+        scheduler.close()
+
+
 def test_tasks_of_a_group_that_is_lost_are_spread_over_the_others(
     tmp_path: Path, now_s: list[float]
 ) -> None:

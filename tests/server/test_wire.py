@@ -33,13 +33,7 @@ from phalanx.server.message import (
 )
 from phalanx.server.secret import Secret
 from phalanx.server.shared import SharedTensors, copy_concatenated
-from phalanx.server.wire import Connection, Listener, check_address, is_here
-
-
-def test_an_address_of_this_host_is_told_from_others() -> None:
-    ours = ["ipc:///tmp/x", "tcp://127.0.0.1:7000", "tcp://localhost:*"]
-    assert all(map(is_here, ours))
-    assert not any(map(is_here, ["tcp://192.0.2.1:7000", ""]))
+from phalanx.server.wire import Connection, Listener, check_address
 
 
 @pytest.mark.parametrize("dtype", NAMES)

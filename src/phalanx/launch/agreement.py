@@ -82,13 +82,13 @@ def agree(
 def own_cores(env: RankEnv, store: Store) -> int:
     """Return the number of cores of this rank: its part of those that it may use.
 
-    Ranks of torchrun may all use all cores; srun and mpirun may bind each rank to some.
+    Ranks of torchrun may all use all cores; srun and mpirun may bind each rank to some. A mask
+    alone does not say which: it is as narrow where a cpuset holds all ranks.
     """
-    own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
-    store.set(f"cores of {env.rank}", json.dumps(sorted(own)))
-    masks = [set(json.loads(_read(store, f"cores of {rank}"))) for rank in env.here]
-    num_sharing = sum(not own.isdisjoint(mask) for mask in masks)
-    return max(1, num_cores() // num_sharing)
+    mask = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
+    store.set(f"cores of {env.rank}", json.dumps(sorted(mask)))
+    masks = [json.loads(_read(store, f"cores of {rank}")) for rank in env.here]
+    return max(1, num_cores() // sum(not mask.isdisjoint(each) for each in masks))
 
 
 @contextmanager

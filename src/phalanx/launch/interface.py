@@ -25,6 +25,16 @@ VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 
 
+def is_here(host: str) -> bool:
+    """Return whether a name or address is of this host: only its own addresses can be bound."""
+    with suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+            return True
+    return False
+
+
 def choose(store: Store, env: RankEnv) -> str:
     """Set GLOO_SOCKET_IFNAME unless it is set; every rank of the job calls this together.
 

@@ -15,11 +15,11 @@ A scheduler ends a job by SIGTERM, upon which the ranks save, and starts the job
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from os.path import normpath
 from pathlib import PurePosixPath
 from typing import Any, Final
 
@@ -131,12 +131,16 @@ def _slurm(request: LaunchRequest) -> str:
         "--output=%x-%j.out",
     ]
     again = '    scontrol requeue "$SLURM_JOB_ID"'
+    variables = (
+        *request.variables,
+        *([("MASTER_PORT", str(request.port))] if request.port else ()),
+    )
     lines = [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in options),
         f"# only on these: sbatch --nodelist={','.join(each.name for each in request.hosts)}",
         f"cd {shlex.quote(request.folder)} || exit 2",
-        *(f"export {name}={shlex.quote(value)}" for name, value in request.variables),
+        *(f"export {name}={shlex.quote(value)}" for name, value in variables),
         # Since Slurm 22.05 srun does not read the script's --cpus-per-task.
         f"srun --cpus-per-task={CORES} --distribution=block {_command(request, resumes=True)}",
         "code=$?",
@@ -153,11 +157,14 @@ def _pytorchjob(request: LaunchRequest) -> str:
     """Return a PyTorchJob; the operator gives torchrun its options as variables PET_*."""
     num_hosts = len(request.hosts)
     pod = _pod(request, "pytorch", ["torchrun", *_target(request, resumes=True)])
+    if request.port:  # the operator looks for this name
+        pod["containers"][0]["ports"] = [{"name": "pytorchjob-port", "containerPort": request.port}]
     policy = "OnFailure" if request.restarts else "Never"
-    replica = {"restartPolicy": policy, "template": {"spec": pod}}
-    replicas = {"Master": {"replicas": 1, **replica}}
-    if num_hosts > 1:
-        replicas["Worker"] = {"replicas": num_hosts - 1, **replica}
+    replicas = {
+        role: {"replicas": number, "restartPolicy": policy, "template": {"spec": pod}}
+        for role, number in (("Master", 1), ("Worker", num_hosts - 1))
+        if number
+    }
     spec = {
         "nprocPerNode": str(request.hosts[0].num_ranks),
         # A loss restarts the container of each pod, and the operator counts all.
@@ -253,7 +260,7 @@ def _pod(request: LaunchRequest, name: str, words: Sequence[str]) -> dict[str, A
         {"name": "folder", "mountPath": request.folder},
         {"name": "shared-memory", "mountPath": "/dev/shm"},  # 64 MB without it
     ]
-    out = PurePosixPath(request.folder, _option(request, "--out"))
+    out = PurePosixPath(normpath(PurePosixPath(request.folder, _option(request, "--out"))))
     if not out.is_relative_to(request.folder):
         mounts.append({"name": "folder", "mountPath": str(out), "subPath": out.name})
     container = {
@@ -276,41 +283,14 @@ def _pod(request: LaunchRequest, name: str, words: Sequence[str]) -> dict[str, A
 
 
 def _manifest(version: str, kind: str, spec: dict[str, Any]) -> str:
-    """Return a manifest of Kubernetes as YAML, after what its reader has to provide."""
+    """Return a manifest of Kubernetes as YAML, which reads JSON, after what it requires."""
     content = {"apiVersion": version, "kind": kind, "metadata": {"name": NAME}, "spec": spec}
-    lines = [
-        f"# image: the Dockerfile of --print dockerfile, as {_image()}, in your registry",
-        f"# volume: a PersistentVolumeClaim {NAME}, ReadWriteMany, with the data and --out",
-        *_yaml(content),
-    ]
-    return "\n".join([*lines, ""])
+    return f"""\
+# image: the Dockerfile of --print dockerfile, as {_image()}, in your registry
+# volume: a PersistentVolumeClaim {NAME}, ReadWriteMany, with the data and --out
+{json.dumps(content, indent=2, ensure_ascii=False)}
+"""
 
-
-def _yaml(value: Any) -> list[str]:
-    """Return the lines of dicts, lists, strings, booleans and integers as YAML."""
-    lines: list[str] = []
-    if isinstance(value, dict) and value:
-        for name, part in value.items():
-            inner = _yaml(part)
-            if part and isinstance(part, (dict, list)):
-                inset = "  " if isinstance(part, dict) else ""
-                lines += [f"{name}:", *(inset + line for line in inner)]
-            else:
-                lines.append(f"{name}: {inner[0]}")
-    elif isinstance(value, list) and value:
-        for part in value:
-            first, *rest = _yaml(part)
-            lines += [f"- {first}", *(f"  {line}" for line in rest)]
-    elif isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
-        lines = [value]
-    else:  # YAML reads JSON
-        lines = [json.dumps(value, ensure_ascii=False)]
-    return lines
-
-
-_PLAIN: Final = re.compile(r"-{0,2}[A-Za-z/][A-Za-z0-9./:_-]*[A-Za-z0-9/]")
-_WORDS: Final = ("true", "false", "null", "yes", "no", "on", "off")
-"""Strings that YAML reads as another type than a string."""
 
 KINDS: Final[Mapping[str, Callable[[LaunchRequest], str]]] = {
     "torchrun": _torchrun,

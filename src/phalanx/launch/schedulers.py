@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from phalanx.errors import ConfigError
+from phalanx.launch.interface import is_here
 
 
 class LauncherVariables(NamedTuple):
@@ -109,11 +110,10 @@ def adopt(environment: MutableMapping[str, str] = os.environ) -> None:
                     f"{expected}; start them with srun --distribution=block"
                 )
             num_here, address = str(tasks[node]), first_node(environment["SLURM_STEP_NODELIST"])
-            job, step = (int(environment.get(f"SLURM_{name}_ID", 0)) for name in ("JOB", "STEP"))
-            port = str(FIRST_PORT + (job * 16 + step) % NUM_PORTS)
+            job = " ".join(environment.get(f"SLURM_{name}_ID", "") for name in ("JOB", "STEP"))
         else:
             job = next((environment[name] for name in JOBS if name in environment), "")
-            port = str(FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS)
+        port = str(FIRST_PORT + zlib.crc32(job.encode()) % NUM_PORTS)
         for name, value in (
             *(("RANK", rank), ("WORLD_SIZE", num_ranks)),
             *(("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", num_here), ("MASTER_PORT", port)),
@@ -134,8 +134,7 @@ def _first_host(environment: MutableMapping[str, str], launcher: LauncherVariabl
     """Return the host of rank 0: this one if all ranks are here, else by the batch job's list."""
     if environment["LOCAL_WORLD_SIZE"] == environment["WORLD_SIZE"]:
         return "127.0.0.1"
-    hosts: list[str] = []
-    source = ""
+    hosts, source = list[str](), ""
     for source in ("PBS_NODEFILE", "LSB_MCPU_HOSTS", "LSB_HOSTS", "SLURM_JOB_NODELIST"):
         text = environment.get(source, "")
         if source == "PBS_NODEFILE":  # a line for each rank; on the job's first host alone
@@ -146,31 +145,20 @@ def _first_host(environment: MutableMapping[str, str], launcher: LauncherVariabl
             hosts = [word for word in text.split() if not word.isdecimal()]
         if hosts:
             break
-    hosts = list(dict.fromkeys(hosts))
-    host = hosts[1 if launcher.is_first_a_launch_node and len(hosts) > 1 else 0] if hosts else ""
-    if not host:
+    if not hosts:
         raise ConfigError(
             f"{launcher.num_ranks} is {environment['WORLD_SIZE']} and {launcher.num_here} "
             f"{environment['LOCAL_WORLD_SIZE']}, so the ranks are on several hosts, but no "
             f"variable names the host of rank 0; name it by: {launcher.option}"
         )
-    if environment["RANK"] == "0" and not _is_here(host):
+    others = [each for each in hosts if each != hosts[0]]
+    host = others[0] if launcher.is_first_a_launch_node and others else hosts[0]
+    if environment["RANK"] == "0" and not is_here(host):
         raise ConfigError(
             f"rank 0 is on {socket.gethostname()}, but {source} lists {host} first; name the host "
             f"of rank 0 by: {launcher.option.replace('HOST', socket.gethostname())}"
         )
     return host
-
-
-def _is_here(host: str) -> bool:
-    """Return whether a name is of this host: only its own addresses can be bound."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.bind(address)
-    except OSError:
-        return False
-    return True
 
 
 def tasks_of_nodes(text: str) -> list[int]:

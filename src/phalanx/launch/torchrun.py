@@ -151,8 +151,8 @@ def joined(
         with Watch(any_store.clone(), env, timeout_s) as watch:
             stopping.watch = watch
             with failing_together(env, store):
-                if threads is None:
-                    torch.set_num_threads(own_cores(env, store))
+                cores = own_cores(env, store)  # waits for all ranks of the host, so all call it
+                torch.set_num_threads(threads or cores)
                 if device == "cuda":
                     _take_gpu(env, store)
             value = agree(env, store, prepare, facts)

@@ -230,10 +230,8 @@ class Coordinator(Role):
                 "the journal: it is a different journal, or was deleted"
             )
             return None
-        if beat["role"] != "scheduler":
-            self._hear_server(beat)
-            return self.on_map(beat)
-        self._hear_scheduler(beat)
+        hear = self._hear_scheduler if beat["role"] == "scheduler" else self._hear_server
+        hear(beat)
         return self.on_map(beat)
 
     def _hear_scheduler(self, beat: WireMessage) -> None:

@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
+from urllib.parse import urlsplit
 
 import zmq
 
 from phalanx.comm.waits import declared
 from phalanx.errors import TrainingError
 from phalanx.launch.failure import report
+from phalanx.launch.interface import is_here
 from phalanx.launch.lease import ListeningClock
 from phalanx.server.consistency import Consistency
 from phalanx.server.liveness import LEASE_S, LOOP_S, RESEND_S, HeartbeatThread
@@ -29,7 +31,7 @@ from phalanx.server.message import WireMessage
 from phalanx.server.message_table import PROTOCOL
 from phalanx.server.role import SILENT_S, Settings, no_answer
 from phalanx.server.secret import Secret
-from phalanx.server.wire import Connection, Log, is_here
+from phalanx.server.wire import KEYLESS, Connection, Log
 
 MOST_RESEND_S: Final = 4.0
 """Longest time between two retries of a request, in seconds; it begins with RESEND_S, and doubles
@@ -145,9 +147,13 @@ class Requests:
         except BaseException:
             self._unlink_all()
             raise
-        places = [is_here(each["scheduler"]) for each in self.map["groups"]]
-        due = worker * len(places) // consistency.num_slots
-        here = [group for group, is_local in enumerate(places) if is_local]
+        schedulers = [each["scheduler"] for each in self.map["groups"]]
+        due = worker * len(schedulers) // consistency.num_slots
+        here = [
+            group
+            for group, address in enumerate(schedulers)
+            if address.startswith(KEYLESS) or is_here(str(urlsplit(address).hostname))
+        ]
         self.group = min(here or [due], key=lambda group: abs(group - due))
         beat = WireMessage("beat", self.identity)
         self._beats = HeartbeatThread(

@@ -152,14 +152,11 @@ class TaskScheduler(Role):
 
     def facts(self) -> Settings:
         """Return the fields that the scheduler adds to its heartbeats."""
-        own: Settings = {"number": self.group, "live": None, "stop_signal": self._stop_signal}
-        if self.tasks is not None:
-            own["live"] = sorted(
-                each for each in self.tasks.workers if not self.tasks.is_lost(each)
-            )
-        elif self.clock.now_s > LEASE_S:  # its workers would have asked
-            own["live"] = []
-        return {**self._constant, "group": own}
+        live = [] if self.clock.now_s > LEASE_S else None  # by then its workers would have asked
+        if (tasks := self.tasks) is not None:
+            live = sorted(each for each in tasks.workers if not tasks.is_lost(each))
+        group = {"number": self.group, "live": live, "stop_signal": self._stop_signal}
+        return {**self._constant, "group": group}
 
     @override
     def handle(self, peer: bytes, message: WireMessage) -> None:
@@ -178,6 +175,8 @@ class TaskScheduler(Role):
         others = [(at, each) for at, each in enumerate(groups) if at != self.group]
         live = sorted({self.group, *(at for at, each in others if each["num_live"])})
         group_of = {slot: live[slot % len(live)] for slot in range(tasks.num_slots)}
+        if groups:  # this scheduler may have started again, and a worker of its group be lost
+            group_of |= dict.fromkeys(groups[self.group]["workers"], self.group)
         for at, each in others:
             for slot in each["workers"]:
                 if slot not in tasks.workers or tasks.is_lost(slot):  # else it has just come here

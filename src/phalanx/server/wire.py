@@ -74,19 +74,6 @@ def check_address(option: str, address: str) -> None:
         )
 
 
-def is_here(address: str) -> bool:
-    """Return whether a listener's address is one of this host's."""
-    if address.startswith(KEYLESS):
-        return True
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    with suppress(OSError):
-        family, kind, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as tried:
-            tried.bind(place)  # fails if no interface has the address
-            return True
-    return False
-
-
 MOST_DESCRIPTORS: Final = 1024
 """Most descriptors of a role, its connections included, see [Note: Strangers]."""
 

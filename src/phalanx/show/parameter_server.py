@@ -89,6 +89,7 @@ def show_parameter_server(config: ShowServer) -> Shown:
     ]
     ring_heads = ["rank", "sends", "receives", "load out", "load in"]
     parts: list[Table | ServedJob | str] = [
+        groups_of(num_workers),
         Table("through a master, as multiples of the weights", heads, rows, heads[1:]),
         f"{time_text(out * unit_s)} to the master, {time_text(back * unit_s)} back",
         Table(
@@ -98,7 +99,6 @@ def show_parameter_server(config: ShowServer) -> Shown:
         growth(unit_s),
         *(trace(kind, option) for kind, option in KINDS),
     ]
-    parts.insert(0, groups_of(num_workers))
     return Shown(
         f"a parameter server and {num_workers} workers, {config.bytes:.3g} B of weights, links of "
         f"{config.bandwidth:.3g} B/s",
@@ -202,10 +202,8 @@ def _run(
 
     def work(roles: LocalRoles, worker: int) -> None:
         is_last = worker == consistency.num_slots - 1
-        client, weights = (
-            _client(roles, worker, consistency, NUM_CLOCKS),
-            [torch.zeros(FEW).double()],
-        )
+        client = _client(roles, worker, consistency, NUM_CLOCKS)
+        weights = [torch.zeros(FEW, dtype=torch.float64)]
         version, computed[worker] = client.pull(weights, 0), []
         for clock in range(NUM_CLOCKS):
             if client.ask_scheduler("claim", clock=clock)["is_mine"]:
