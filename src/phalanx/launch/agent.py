@@ -54,9 +54,9 @@ from phalanx.launch.failure import exit_code_of
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.heartbeat_monitor import is_stopped
 from phalanx.launch.launched import REPORT, VARIABLE, Launched, read_report
-from phalanx.launch.local import num_cores, prepare_server, server_stopped
+from phalanx.launch.local import is_server_running, num_cores, prepare_server, server_stopped
 from phalanx.launch.rank_log import flush_streams, keep_printing
-from phalanx.launch.signals import ENDING
+from phalanx.launch.signals import ENDING, end_with_server
 from phalanx.storage import lock
 
 PING_S: Final = 1.0
@@ -126,7 +126,7 @@ class Channel:
     def receive(self) -> list[Message]:
         """Return the messages that have arrived.
 
-        Lines that are no message, such as what a login shell prints, are passed over.
+        What is before a message, as a login shell prints, with or without a line's end, is dropped.
 
         Raises:
             EOFError: the other side has ended, or the connection to it.
@@ -140,7 +140,8 @@ class Channel:
         if not read:
             raise EOFError
         *lines, self._read = (self._read + read).split(b"\n")
-        return [json.loads(line) for line in lines if line.startswith(b'{"is": ')]
+        begun = [(line, line.find(b'{"is": ')) for line in lines]
+        return [json.loads(line[at:]) for line, at in begun if at >= 0]
 
     def keep_pinging(self) -> None:
         """Send a ping each PING_S from a thread, which also writes what waits."""
@@ -258,7 +259,10 @@ class HostAgent:
                         with suppress(OSError):
                             rank.line.send("advice")
             elif kind == "successor":
-                self._successor = message
+                from phalanx.launch.launcher import can_see_loss  # which imports this module
+
+                if self._successor is not None or can_see_loss(message["state"]):
+                    self._successor = message
             elif kind == "end":
                 self._successor = None
             elif kind == "clear":
@@ -339,8 +343,10 @@ class HostAgent:
         with suppress(BlockingIOError):
             begun += (read := os.read(pipe.fileno(), MOST_BYTES))
             is_over |= not read
-        is_cut = is_over or len(begun) > LONGEST_LINE
-        if whole := len(begun) if is_cut else begun.rfind(b"\n") + 1:
+        whole = begun.rfind(b"\n") + 1
+        if is_over or (not whole and len(begun) > LONGEST_LINE):
+            whole = len(begun)
+        if whole:
             text = begun[:whole].decode(errors="backslashreplace")
             self._channel.send("text", rank=rank.number, stream=stream, text=text)
             del begun[:whole]
@@ -354,6 +360,11 @@ class HostAgent:
         now_s = time.monotonic()
         for rank in list(self._ranks):
             if rank.process.exitcode is not None:
+                if rank.process.exitcode == 255:  # its own, or that the forkserver has ended
+                    time.sleep(TICK_S)  # the kernel closes pipes before it reports an end
+                if not is_server_running():  # it forks ranks, and knows their exit codes
+                    self._successor = None
+                    raise EOFError
                 self._forget(rank)
                 self._channel.send("ended", rank=rank.number, code=rank.process.exitcode)
             elif not is_stopped(rank.process.pid):
@@ -420,6 +431,7 @@ def _begin(outputs: list[Connection], line: Connection, folder: str) -> None:
     for number, output in enumerate(outputs, 1):
         os.dup2(output.fileno(), number)
         output.close()
+    end_with_server()  # which ends with the agent: the kernel ends a stopped rank too
     for signum in ENDING:
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -473,9 +485,13 @@ def host_store(port: int, outputs: list[Connection], line: Connection, folder: s
     from phalanx.comm.join import raise_file_limit
 
     os.setsid()
+    end_with_server()
     raise_file_limit()  # each rank connects to the store several times
-    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
-    line.send(("store", store.port))
+    try:
+        store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        line.send(("store", store.port))
+    except dist.DistNetworkError as error:
+        line.send(("store", str(error).partition("\n")[0]))
     with suppress(EOFError, OSError):
         line.recv()
     shutil.rmtree(folder, ignore_errors=True)

@@ -231,8 +231,9 @@ class JobLauncher:
         self._clock = ListeningClock(LISTENING_S)
         self._leases = Leases[str](lambda: self._clock.now_s)
         self._signals: list[int] = []
-        self._stop = 0  # the signal that was forwarded
-        self._asking: socket.socket | None = None  # a join
+        self._stop = 0  # the signal that ends the job
+        self._asked = 0  # the signal that the ranks of this generation have got
+        self._asking: list[socket.socket] = []  # joins
         self._is_joining = False  # the ranks were asked to end, for a host that joins
         self._ended_s, self._why = time.monotonic(), "launcher was lost"  # of the last generation
         self._codes: dict[int, int] = {}
@@ -310,11 +311,15 @@ class JobLauncher:
             return None, num_left
         if num_left == strategy.num_ranks and now.report is None:
             return None, num_left
+        rows = now.report.global_rows if now.report else None
         if num_left > strategy.num_ranks:  # by hosts that have joined: more data ranks
             axis = "fsdp" if strategy.dp.degree == 1 < strategy.fsdp.degree else "dp"
-            degree = num_left * getattr(strategy, axis).degree // strategy.num_ranks
+            degree = getattr(strategy, axis).degree
+            others = strategy.dp.degree * strategy.fsdp.degree // degree
+            larger = range(num_left * degree // strategy.num_ranks, degree, -1)
+            degree = next((n for n in larger if (rows or 0) % (n * others) == 0), degree)
             strategy = strategy.with_degree(axis, degree)
-        strategy = shrunk(strategy, num_left, now.report.global_rows if now.report else None)
+        strategy = shrunk(strategy, num_left, rows)
         return str(strategy), strategy.num_ranks
 
     # Hosts.
@@ -407,7 +412,7 @@ class JobLauncher:
         Raises:
             ConfigError: in the first generation, a host does not reach the store.
         """
-        self._codes, self._stopped, self._has_stepped = {}, [], False
+        self._codes, self._stopped, self._asked, self._has_stepped = {}, [], 0, False
         for remote in self._remotes:
             remote.ranks = range(0)
             remote.answers = {"facts": remote.answers["facts"]}
@@ -419,6 +424,11 @@ class JobLauncher:
                 self._lose(first, f"its store did not start within {START_S:.0f} s")
             return
         port, address = first.answers["store"]["value"], "127.0.0.1"
+        if isinstance(port, str):
+            raise ConfigError(
+                f"host {first.host.name} cannot host the store of the ranks: {printable(port)}; "
+                "choose a free port by --port, or leave --port out"
+            )
         why, unreached = "it has no address that the other hosts know", others[:1]
         for address in self._addresses(first, others):
             for remote in others:
@@ -478,22 +488,18 @@ class JobLauncher:
                 return 128 + self._signals[0]
             if self._signals and not self._stop:
                 self._stop = self._signals[0]
-                self._send_signal(self._stop)
-            if self._asking is not None:
-                connection, self._asking = self._asking, None
-                self._take_in(connection)
-            asked = 128 + (self._stop or signal.SIGTERM * self._is_joining)
-            ended = self._codes.keys() | {
-                r for each in self._remotes if each.lost for r in each.ranks
-            }
-            are_over = all(rank in ended for each in self._remotes for rank in each.ranks)
-            failures = [
-                c for c in self._codes.values() if 0 < c != asked and c not in (LOST_PEER, 255)
-            ]
+                self._ask_to_end(self._stop)
+            if self._asking:
+                self._take_in(self._asking.pop(0))
+            expected = {0, LOST_PEER, self._asked and 128 + self._asked}
+            are_over = all(
+                each.lost or rank in self._codes for each in self._remotes for rank in each.ranks
+            )
+            failures = [code for code in self._codes.values() if 0 < code and code not in expected]
             lost = self._losses()
             is_vague = not failures and not lost and LOST_PEER in self._codes.values()
             if not failures and not lost and not is_vague:
-                if are_over and not any(self._codes.values()):
+                if are_over and self._codes and not any(self._codes.values()):
                     return 0
                 if are_over:
                     return 128 + self._stop if self._stop else ""
@@ -509,7 +515,7 @@ class JobLauncher:
                 continue
             if self._stop:
                 return failures[0] if failures else 128 + self._stop
-            if failures and next(filter(None, self._codes.values())) == failures[0]:
+            if failures and (not lost or next(filter(None, self._codes.values())) == failures[0]):
                 return failures[0]
             self._is_joining = False
             if is_vague:
@@ -532,9 +538,8 @@ class JobLauncher:
         for rank, code in self._codes.items():
             name = f"rank {rank} on {self._host_of(rank)}"
             if code < 0:
-                lost.append(f"{name} was ended by signal {signal.Signals(-code).name}")
-            elif code == 255:
-                lost.append(f"{name} has lost the process that forks ranks")
+                names = {each.value: each.name for each in signal.Signals}
+                lost.append(f"{name} was ended by signal {names.get(-code, -code)}")
         if self._request.restarts:  # else `kill -CONT` continues it
             lost += [f"rank {each} on {self._host_of(each)} is stopped" for each in self._stopped]
         return "lost: " + "; ".join(lost) if lost else ""
@@ -543,10 +548,13 @@ class JobLauncher:
         hosts = [each.host.name for each in self._remotes if rank in each.ranks]
         return hosts[0] if hosts else f"{self._remotes[0].host.name} (the store)"
 
-    def _send_signal(self, signum: int) -> None:
-        for remote in self._remotes:
-            if not remote.lost:
-                remote.channel.send("signal", signum=signum)
+    def _ask_to_end(self, signum: int) -> None:
+        """Send the ranks a signal, on which they save and end; a second would end them at once."""
+        if not self._asked:
+            self._asked = signum
+            for remote in self._remotes:
+                if not remote.lost:
+                    remote.channel.send("signal", signum=signum)
 
     # Messages.
 
@@ -605,9 +613,12 @@ class JobLauncher:
         if not text:
             with suppress(KeyError):
                 self._selector.unregister(remote.error_output)
+            if remote.errors and "facts" in remote.answers:
+                self._print(remote, None, remote.errors, 2)
         elif "facts" in remote.answers:
-            lines, _, remote.errors = remote.errors.rpartition("\n")
-            self._print(remote, None, lines, 2)
+            lines, end, remote.errors = remote.errors.rpartition("\n")
+            if end:
+                self._print(remote, None, lines, 2)
 
     def _print(self, remote: Remote, rank: int | None, text: str, stream: int) -> None:
         """Print lines with rank and host in front; the host only if there are several."""
@@ -626,13 +637,15 @@ class JobLauncher:
         """Listen for `join`."""
 
         def accept() -> None:
-            self._asking, _ = listener.accept()
+            self._asking.append(listener.accept()[0])
 
         path = control_folder() / f"{os.getpid()}.sock"
-        path.unlink(missing_ok=True)
+        begun = path.with_suffix(".new")
+        begun.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(path))
+            listener.bind(str(begun))
             listener.listen()
+            begun.rename(path)  # now: `join` removes a socket at which nobody listens
             self._selector.register(listener, selectors.EVENT_READ, accept)
             try:
                 yield
@@ -642,22 +655,24 @@ class JobLauncher:
     def _take_in(self, connection: socket.socket) -> None:
         """Start the agent of a host that joins, and ask the ranks to save and end."""
         connection.settimeout(1.0)
-        with suppress(OSError, ValueError), connection:
-            host = parse_host(connection.recv(1000).decode())
-            if any(host.name == each.name for each in self._hosts):
-                connection.sendall(f"host {host.name} takes part in the job already".encode())
-                return
-            remote = self._connect(host, CONNECT_S)
-            self._await([remote], "facts", CONNECT_S + AGENT_S)
-            if why := remote.why_not():
-                self._lose(remote, why)
-                self._remotes.remove(remote)
-                connection.sendall(why.encode())
+        with suppress(OSError), connection:
+            try:
+                host = parse_host(connection.recv(1000).decode())
+                if any(host.name == each.name for each in self._hosts):
+                    raise ConfigError(f"host {host.name} takes part in the job already")
+                remote = self._connect(host, CONNECT_S)
+                self._await([remote], "facts", CONNECT_S + AGENT_S)
+                if why := "the job ends" if self._signals else remote.why_not():
+                    self._lose(remote, why)
+                    self._remotes.remove(remote)
+                    raise ConfigError(why)
+            except ValueError as error:
+                connection.sendall(str(error).encode())
                 return
             self._hosts.append(host)
             report(f"host {host} joins: the ranks save and end after this step")
             self._is_joining, self._ended_s = True, time.monotonic()
-            self._send_signal(signal.SIGTERM)
+            self._ask_to_end(signal.SIGTERM)
             connection.sendall(TAKEN_IN)
 
     def _name_successors(self) -> None:
@@ -667,6 +682,9 @@ class JobLauncher:
             request = asdict(self._request) | {"hosts": [asdict(host) for host in hosts]}
             progress = asdict(self._progress) | {"restarts": self._progress.restarts + 1}
             progress["generation"] += 1
+            # The two sides of a cut network must not both continue: more than half of all may.
+            majority = sum(host.num_ranks for host in self._hosts) // 2 + 1
+            progress["fewest"] = max(self._progress.fewest, majority)
             state = {"request": request, "progress": progress, "host": socket.gethostname()}
             for remote in self._remotes:
                 if not remote.host.is_local and not remote.lost:
@@ -675,12 +693,28 @@ class JobLauncher:
 
 def read_state(state: Message) -> tuple[LaunchRequest, JobState]:
     """Return the job and its progress, as a launcher has sent them to its agents."""
-    request, progress = state["request"], state["progress"]
-    request |= {"hosts": tuple(Host(**host) for host in request["hosts"])}
-    request |= {name: tuple(request[name]) for name in ("command", "ssh")}
-    request |= {"variables": tuple((name, value) for name, value in request["variables"])}
-    progress |= {"report": JobReport(**progress["report"])}
-    return LaunchRequest(**request), JobState(**progress)
+    request, report = state["request"], JobReport(**state["progress"]["report"])
+    lists = {
+        "hosts": tuple(Host(**host) for host in request["hosts"]),
+        "variables": tuple((name, value) for name, value in request["variables"]),
+        **{name: tuple(request[name]) for name in ("command", "ssh")},
+    }
+    return LaunchRequest(**request | lists), JobState(**state["progress"] | {"report": report})
+
+
+def is_answering(name: str, request: LaunchRequest) -> bool:
+    """Return whether the ssh server of a host answers, be it that it lets this user not in."""
+    words = ssh_command(Host(name), request, AGAIN_S, "true")
+    asked = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return asked.returncode == 0 or not re.search(UNREACHABLE, asked.stderr, re.IGNORECASE)
+
+
+def can_see_loss(state: Message) -> bool:
+    """Return whether ssh reaches the launcher's host now, so that silence later is its loss.
+
+    Else an agent whose connection alone is lost would begin a second job beside the first.
+    """
+    return is_answering(state["host"], read_state(state)[0])
 
 
 def succeed(state: Message, own: str) -> None:
@@ -689,13 +723,13 @@ def succeed(state: Message, own: str) -> None:
     Another host does it if it comes first in the order of hosts. If ssh still reaches the host of
     the launcher, somebody has killed the launcher on purpose, and the job ends.
     """
-    request, progress = read_state(json.loads(json.dumps(state)))
+    request, progress = read_state(state)
     names = [host.name for host in request.hosts]
-    for host in (Host(state["host"]), *request.hosts[: names.index(own)]):
-        words = ssh_command(host, request, AGAIN_S, "true")
-        asked = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        if asked.returncode == 0 or not re.search(UNREACHABLE, asked.stderr, re.IGNORECASE):
-            return
+    if any(is_answering(each, request) for each in (state["host"], *names[: names.index(own)])):
+        return
+    for host in state["request"]["hosts"]:  # ssh may not let this host in from itself
+        if host["name"] == own and not Host(**host).is_local:
+            host |= {"name": "localhost", "user": ""}
     assert progress.report is not None
     log = Path(progress.report.run or request.folder) / "launch.log"
     with log.open("ab") as output:
