@@ -147,14 +147,16 @@ class Remote:
 
     def why_not(self) -> str:
         """Return a sentence if the host cannot take part, with the cure; else an empty text."""
-        who, code, own = f"host {self.host.name}", self.process.poll(), versions()
-        if (facts := self.answers.get("facts")) is not None:
-            unlike = [each for each in own if facts["versions"].get(each) != own[each]]
-            theirs = ", ".join(f"{each} {facts['versions'].get(each)}" for each in unlike)
-            ours = ", ".join(f"{each} {own[each]}" for each in unlike)
-            sentence = f"{who} has {theirs}, but this machine has {ours}; install the same"
-            return sentence if unlike else ""
-        return why_no_agent(self.host, code, self.errors, self._folder)
+        if (facts := self.answers.get("facts")) is None:
+            return why_no_agent(self.host, self.process.poll(), self.errors, self._folder)
+        ours, theirs = versions(), facts["versions"]
+        unlike = [
+            f"{name} {theirs.get(name)}, but this machine has {ours[name]}"
+            for name in ours
+            if theirs.get(name) != ours[name]
+        ]
+        words = f"host {self.host.name} has {', and '.join(unlike)}; install the same"
+        return words if unlike else ""
 
 
 def why_no_agent(host: Host, code: int | None, errors: str, folder: str) -> str:
@@ -251,14 +253,12 @@ class JobLauncher:
             try:
                 return self._run()
             finally:
-                for remote in self._remotes:
-                    if not remote.lost:
-                        remote.channel.send("end")
-                        remote.channel.close()
+                for remote in self._living:
+                    remote.channel.send("end")
+                    remote.channel.close()
                 until_s = time.monotonic() + LAST_WORDS_S
-                for remote in self._remotes:
-                    if not remote.lost:
-                        remote.end(max(0.1, until_s - time.monotonic()))
+                for remote in self._living:
+                    remote.end(max(0.1, until_s - time.monotonic()))
                 self._selector.close()
 
     def _run(self) -> int:
@@ -324,6 +324,10 @@ class JobLauncher:
 
     # Hosts.
 
+    @property
+    def _living(self) -> list[Remote]:
+        return [remote for remote in self._remotes if not remote.lost]
+
     def _connect(self, host: Host, connect_s: float) -> Remote:
         """Start the agent of a host, and hear it from now on."""
         try:
@@ -349,15 +353,13 @@ class JobLauncher:
             ConfigError: `is_first`, and a host cannot take part.
             Interrupted: `is_first`, and a signal arrived.
         """
-        living = [remote for remote in self._remotes if not remote.lost]
-        self._remotes = [*living]
+        living, self._remotes = self._living, self._living
         for remote in living:
             remote.answers.pop("cleared", None)
             remote.channel.send("clear")
         names = [remote.host.name for remote in living]
         connect_s, agent_s = (CONNECT_S, AGENT_S) if is_first else (AGAIN_S, AGAIN_S)
-        absent = [host for host in self._hosts if host.name not in names]
-        new = [self._connect(host, connect_s) for host in absent]
+        new = [self._connect(host, connect_s) for host in self._hosts if host.name not in names]
         self._await(living, "cleared", START_S)
         self._await(new, "facts", connect_s + agent_s)
         if is_first and self._signals:
@@ -374,8 +376,7 @@ class JobLauncher:
             self._lose(remote, why)
             report(f"left out: {why}")
         names = [host.name for host in self._hosts]
-        self._remotes = [remote for remote in self._remotes if not remote.lost]
-        self._remotes.sort(key=lambda remote: names.index(remote.host.name))
+        self._remotes = sorted(self._living, key=lambda remote: names.index(remote.host.name))
         # A host without a number of ranks gets an equal part of the strategy's, or one a GPU.
         strategy = self._request.strategy
         unnumbered = [remote for remote in self._remotes if not remote.host.num_ranks]
@@ -522,14 +523,11 @@ class JobLauncher:
                 rank = next(rank for rank, code in self._codes.items() if code)
                 lost = f"rank {rank} on {self._host_of(rank)} has lost another rank"
             if self._progress.restarts == self._request.restarts:
-                for remote in self._remotes:
-                    if not remote.lost:
-                        remote.channel.send("advice")
+                for remote in self._living:
+                    remote.channel.send("advice")
                 self._await(self._remotes, "advice", LAST_WORDS_S)
-                words = [
-                    r.answers["advice"]["value"] for r in self._remotes if "advice" in r.answers
-                ]
-                lost = "\n".join([lost, *filter(None, words[:1])])
+                words = [each.answers.get("advice", {}).get("value") for each in self._remotes]
+                lost = "\n".join([lost, *filter(None, words)][:2])
             return lost
 
     def _losses(self) -> str:
@@ -545,16 +543,15 @@ class JobLauncher:
         return "lost: " + "; ".join(lost) if lost else ""
 
     def _host_of(self, rank: int) -> str:
-        hosts = [each.host.name for each in self._remotes if rank in each.ranks]
-        return hosts[0] if hosts else f"{self._remotes[0].host.name} (the store)"
+        names = (each.host.name for each in self._remotes if rank in each.ranks)
+        return next(names, f"{self._remotes[0].host.name} (the store)")
 
     def _ask_to_end(self, signum: int) -> None:
         """Send the ranks a signal, on which they save and end; a second would end them at once."""
         if not self._asked:
             self._asked = signum
-            for remote in self._remotes:
-                if not remote.lost:
-                    remote.channel.send("signal", signum=signum)
+            for remote in self._living:
+                remote.channel.send("signal", signum=signum)
 
     # Messages.
 
@@ -563,8 +560,8 @@ class JobLauncher:
         for key, _ in self._selector.select(TICK_S):
             key.data()
         self._clock.tick()
-        for remote in self._remotes:
-            if not remote.lost and "facts" in remote.answers:
+        for remote in self._living:
+            if "facts" in remote.answers:
                 if (silent_s := self._leases.age_s(remote.host.name)) > SILENT_S:
                     self._lose(remote, f"no word for {silent_s:.0f} s")
 
@@ -686,8 +683,8 @@ class JobLauncher:
             majority = sum(host.num_ranks for host in self._hosts) // 2 + 1
             progress["fewest"] = max(self._progress.fewest, majority)
             state = {"request": request, "progress": progress, "host": socket.gethostname()}
-            for remote in self._remotes:
-                if not remote.host.is_local and not remote.lost:
+            for remote in self._living:
+                if not remote.host.is_local:
                     remote.channel.send("successor", state=state, own=remote.host.name)
 
 
@@ -780,12 +777,8 @@ def join(host: Host, job: int | None) -> str:
 
 
 def dry_run(request: LaunchRequest) -> Generator[str]:
-    """Yield lines with what would be run on each host."""
-    first = 0
+    """Yield lines with what would be run; of variables the names alone, since values are secret."""
+    yield f"each host runs its ranks of {request.command_text}, in {request.folder}"
     for host in request.hosts:
-        ranks = f"ranks {first} to {first + host.num_ranks - 1}" if host.num_ranks else "ranks"
-        yield f"{host.name}: {ranks} of {request.command_text}, in {request.folder}"
-        yield f"  {shlex.join(agent_command(host, request))}"
-        first += host.num_ranks
-    for name, value in request.variables:
-        yield f"  {name}={shlex.quote(value)}"
+        yield f"{host}: {shlex.join(agent_command(host, request))}"
+    yield f"environment: {', '.join(name for name, _ in request.variables)}"
