@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -326,3 +327,36 @@ def test_a_killed_rank_of_this_host_is_started_again(tmp_path: Path) -> None:
         "[1] no end of line",
         "[1] rank 1 of generation 1",
     ]
+
+
+def processes(job: str) -> set[int]:
+    """Return the processes of the user that have an environment variable JOB of this value."""
+    alive: set[int] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"JOB={job}".encode() in (folder / "environ").read_bytes():
+                alive.add(int(folder.name))
+    return alive
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_ends_when_agent_and_launcher_are_killed(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, phalanx\nphalanx.init('dp2')\nprint(os.getpid())\nos.kill(os.getpid(), 19)\n"
+    )
+    job = subprocess.Popen(
+        [sys.executable, "-m", "phalanx", "launch", "--hosts", "localhost:2", "--", "run",
+         "script.py", "--device", "cpu"],
+        stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+        env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "JOB": str(tmp_path)},
+    )  # fmt: skip
+    assert job.stdout is not None
+    ranks = [int(job.stdout.readline().split()[1]) for _ in range(2)]
+    words = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in processes(str(tmp_path))}
+    agents = [pid for pid, line in words.items() if "phalanx.launch.agent" in line]
+    assert set(ranks) <= words.keys()
+    for pid in (*agents, job.pid):
+        os.kill(pid, signal.SIGKILL)
+    job.communicate()
+    while processes(str(tmp_path)):
+        time.sleep(0.1)

@@ -45,6 +45,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -126,7 +127,7 @@ class Channel:
     def receive(self) -> list[Message]:
         """Return the messages that have arrived.
 
-        What is before a message, as a login shell prints, with or without a line's end, is dropped.
+        Text before a message is dropped: a login shell may print some, without the end of a line.
 
         Raises:
             EOFError: the other side has ended, or the connection to it.
@@ -140,8 +141,8 @@ class Channel:
         if not read:
             raise EOFError
         *lines, self._read = (self._read + read).split(b"\n")
-        begun = [(line, line.find(b'{"is": ')) for line in lines]
-        return [json.loads(line[at:]) for line, at in begun if at >= 0]
+        begun = [line.partition(b'{"is": ') for line in lines]
+        return [json.loads(start + rest) for _, start, rest in begun if start]
 
     def keep_pinging(self) -> None:
         """Send a ping each PING_S from a thread, which also writes what waits."""
@@ -425,13 +426,25 @@ def sweep(job: str = "") -> None:
 # In the processes that the forkserver starts.
 
 
+def _end_with_agent() -> None:
+    """Have the kernel kill this process, also a stopped one, when the agent and so the server end.
+
+    The forkserver runs as long as any process has its pipe, which each rank inherits.
+    """
+    # Private; tests/launch/test_launcher.py pins it.
+    server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
+    os.close(server._forkserver_alive_fd)
+    server._forkserver_alive_fd = None
+    end_with_server()
+
+
 def _begin(outputs: list[Connection], line: Connection, folder: str) -> None:
     """Give this process a group, its outputs, usual signals, and an end when its agent ends."""
     os.setsid()
     for number, output in enumerate(outputs, 1):
         os.dup2(output.fileno(), number)
         output.close()
-    end_with_server()  # which ends with the agent: the kernel ends a stopped rank too
+    _end_with_agent()
     for signum in ENDING:
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -485,7 +498,7 @@ def host_store(port: int, outputs: list[Connection], line: Connection, folder: s
     from phalanx.comm.join import raise_file_limit
 
     os.setsid()
-    end_with_server()
+    _end_with_agent()
     raise_file_limit()  # each rank connects to the store several times
     try:
         store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
