@@ -92,12 +92,7 @@ Message = dict[str, Any]
 
 
 class Channel:
-    """JSON objects, one a line, over two descriptors; neither direction ever waits.
-
-    Attributes:
-        source: descriptor from which messages are read.
-        target: descriptor to which they are written.
-    """
+    """JSON objects, one a line, read from `source`, written to `target`; neither ever waits."""
 
     def __init__(self, source: int, target: int) -> None:
         self.source, self.target = source, target

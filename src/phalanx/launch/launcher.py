@@ -162,11 +162,8 @@ class Remote:
 def why_no_agent(host: Host, code: int | None, errors: str, folder: str) -> str:
     """Return a sentence on why no agent answers, with the cure.
 
-    Args:
-        host: the host of the agent.
-        code: exit code of the command that starts the agent; None while it runs.
-        errors: the error output of that command.
-        folder: the working folder.
+    The command that starts it has ended with exit code `code`, or None while it runs, and printed
+    `errors`.
     """
     words = printable(errors.strip().rpartition("\n")[2])
     names = {"folder": folder, "python": sys.executable, "name": host.name}
@@ -269,12 +266,12 @@ class JobLauncher:
                 return 128 + self._signals[0]
             num_left = sum(host.num_ranks for host in self._hosts)
             now.fewest = now.fewest or self._request.min_ranks or num_left // 2 + 1
-            if num_left < now.fewest and now.generation == 0:
-                raise ConfigError(
-                    f"--min-ranks is {now.fewest}, but the hosts have {num_left} ranks; expected "
-                    f"at most {num_left}"
-                )
             if num_left < now.fewest:
+                if now.generation == 0:
+                    raise ConfigError(
+                        f"--min-ranks is {now.fewest}, but the hosts have {num_left} ranks; "
+                        f"expected at most {num_left}"
+                    )
                 run = f"; {now.report.run} has its last state" if now.report else ""
                 report(f"the job ends: {num_left} ranks are left, --min-ranks is {now.fewest}{run}")
                 return 1
@@ -448,9 +445,13 @@ class JobLauncher:
                 f"{why}; open the port on host {first.host.name} (a firewall?), choose one by "
                 f"--port, or see: phalanx doctor --peer {first.host.name}"
             )
-        launched = {"generation": now.generation, "restarts": self._request.restarts}
-        launched |= {"strategy": strategy, "first": now.strategy}
-        launched |= {"run": now.report.run if now.report is not None else None}
+        launched = {
+            "generation": now.generation,
+            "restarts": self._request.restarts,
+            "strategy": strategy,
+            "first": now.strategy,
+            "run": now.report and now.report.run,
+        }
         variables = {
             "WORLD_SIZE": f"{num_ranks}",
             "MASTER_ADDR": address,
