@@ -270,10 +270,13 @@ class HostAgent:
         os.environ.update(variables)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `phalanx` does before torch
         sweep(job)
-        # Random: agents in several containers may have one process id.
-        self._folder = Path(tempfile.mkdtemp(f"-{job}", f"phalanx-{os.getpid()}-", FOLDERS))
-        self._lock = (self._folder / LOCK).open("wb")
+        # Random: agents in several containers may have one process id. `sweep` of another agent
+        # does not see the folder until it is locked.
+        unlocked = Path(tempfile.mkdtemp(prefix=".phalanx-", dir=FOLDERS))
+        self._lock = (unlocked / LOCK).open("wb")
         lock(self._lock.fileno())
+        name = f"phalanx-{os.getpid()}-{unlocked.name.rpartition('-')[2]}-{job}"
+        self._folder = unlocked.rename(FOLDERS / name)
         # The forkserver's sockets are in this folder too. Private; see rank.py.
         config: Any = multiprocessing.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
         config["tempdir"] = str(self._folder)
