@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,12 +144,33 @@ def test_an_error_of_the_program_ends_the_job_with_its_code(launch: Launch, tmp_
     assert len(sent(tmp_path, "start")) == 1
 
 
+def test_a_port_in_use_is_named(launch: Launch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"host a cannot host the store .* in use; .* --port"):
+        launch("a:2", {"a": {"store": "address already in use"}}, port=80)
+    assert sent(tmp_path, "start") == []
+
+
+def test_an_error_that_follows_a_lost_peer_is_an_error_of_the_program(launch: Launch) -> None:
+    generations = [[REPORT, *ended(75, 255)]]  # 255 is sys.exit(-1)
+    assert launch("a:2", {"a": {"generations": generations}}, restarts=1) == 255
+
+
+def test_errors_of_an_agent_are_whole_lines(
+    launch: Launch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    parts = ("one ", "line\nno end")
+    words = [{"is": "errors", "text": part} for part in parts]
+    assert launch("a:2", {"a": {"generations": [[*words, {"is": "exit"}]]}}) == 1
+    assert capfd.readouterr().err.splitlines()[:2] == ["[a] one line", "[a] no end"]
+
+
 def test_without_restarts_a_killed_rank_ends_the_job(
     launch: Launch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    generations = [[REPORT, *ended(-9, first=1)]]
+    generations = [[REPORT, *ended(-9, -35)]]
     assert launch("a:2", {"a": {"generations": generations}}) == 1
-    assert capfd.readouterr().err == "phalanx: lost: rank 1 on a was ended by signal SIGKILL\n"
+    lost = "lost: rank 0 on a was ended by signal SIGKILL; rank 1 on a was ended by signal 35"
+    assert capfd.readouterr().err == f"phalanx: {lost}\n"
 
 
 def test_a_lost_rank_begins_the_next_generation_on_the_same_hosts(
@@ -217,30 +239,37 @@ def test_too_few_ranks_end_the_job(launch: Launch, capfd: pytest.CaptureFixture[
 def test_the_first_signal_goes_to_the_ranks(launch: Launch, tmp_path: Path) -> None:
     assert launch("a:2", {"a": {"generations": [[{"is": "terminate the launcher"}]]}}) == 143
     assert [each["signum"] for each in sent(tmp_path, "signal")] == [signal.SIGTERM]
+    assert launch("a:2", {"a": {"is_terminated_at_store": True}}) == 143
 
 
 def test_a_host_joins_at_the_end_of_a_step(
     launch: Launch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     scenarios = {
-        "a": {"generations": [[REPORT], ended(0, 0, 0, 0)]},
+        "a": {"generations": [[REPORT], ended(0, 0, 0, 0)], "save_s": 2.0},
         "b": {"generations": [ended(0, 0, first=4)]},
+        "c": {"generations": [ended(0, 0, first=4)]},
     }
-    answers: list[str] = []
+    answers: dict[str, str] = {}
 
-    def join() -> None:
+    def join(name: str) -> None:
         while not list(launcher.control_folder().glob("*.sock")):
             time.sleep(0.05)
-        answers.append(launcher.join(Host("a", 2), None))
-        answers.append(launcher.join(Host("b", 2), None))
+        answers[name] = launcher.join(Host(name, 2), None)
 
-    threading.Thread(target=join).start()
+    threads = [threading.Thread(target=join, args=(name,)) for name in "abc"]
+    for thread in threads:
+        thread.start()
     assert launch("a:4", scenarios) == 0
-    assert answers == ["host a takes part in the job already", ""]
+    for thread in threads:
+        thread.join()
+    assert answers == {"a": "host a takes part in the job already", "b": "", "c": ""}
+    # A second signal would end the ranks before they have saved.
+    assert [each["host"] for each in sent(tmp_path, "signal")].count("a") == 1
     second = [each for each in starts(tmp_path) if each["launched"]["generation"] == 1]
-    assert [(each["first"], each["num_here"], each["launched"]["strategy"]) for each in second] == [
-        (0, 4, "dp6"),
-        (4, 2, "dp6"),
+    assert [(each["num_here"], each["launched"]["strategy"]) for each in second] == [
+        (4, "dp6"),
+        (2, "dp6"),
     ]
     with pytest.raises(ConfigError, match="none; expected one"):
         launcher.join(Host("b"), None)
@@ -253,9 +282,10 @@ def test_the_command_line_says_what_it_would_run_and_what_it_cannot(
     monkeypatch.setenv("SSH_AUTH_SOCK", "/secret")
     assert main(["launch", "--hosts", "kim@b:2", "--dry-run", "--", "train", "--steps", "2"]) == 0
     output = capsys.readouterr().out
-    assert "b: ranks 0 to 1 of phalanx train --steps 2, in " in output
+    assert "each host runs its ranks of phalanx train --steps 2, in " in output
     assert "ssh -T -o BatchMode=yes -o ConnectTimeout=10 kim@b" in output
-    assert "NCCL_DEBUG=WARN" in output
+    assert "NCCL_DEBUG" in output
+    assert "WARN" not in output
     assert "/secret" not in output
     for words, message in (
         (["--hosts", "a", "--", "serve", "x"], "the command after -- is 'serve x'; expected train"),
@@ -297,3 +327,36 @@ def test_a_killed_rank_of_this_host_is_started_again(tmp_path: Path) -> None:
         "[1] no end of line",
         "[1] rank 1 of generation 1",
     ]
+
+
+def processes(job: str) -> set[int]:
+    """Return the processes of the user that have an environment variable JOB of this value."""
+    alive: set[int] = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"JOB={job}".encode() in (folder / "environ").read_bytes():
+                alive.add(int(folder.name))
+    return alive
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_ends_when_agent_and_launcher_are_killed(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, phalanx\nphalanx.init('dp2')\nprint(os.getpid())\nos.kill(os.getpid(), 19)\n"
+    )
+    job = subprocess.Popen(
+        [sys.executable, "-m", "phalanx", "launch", "--hosts", "localhost:2", "--", "run",
+         "script.py", "--device", "cpu"],
+        stdout=subprocess.PIPE, text=True, cwd=tmp_path,
+        env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "JOB": str(tmp_path)},
+    )  # fmt: skip
+    assert job.stdout is not None
+    ranks = [int(job.stdout.readline().split()[1]) for _ in range(2)]
+    words = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in processes(str(tmp_path))}
+    agents = [pid for pid, line in words.items() if "phalanx.launch.agent" in line]
+    assert set(ranks) <= words.keys()
+    for pid in (*agents, job.pid):
+        os.kill(pid, signal.SIGKILL)
+    job.communicate()
+    while processes(str(tmp_path)):
+        time.sleep(0.1)

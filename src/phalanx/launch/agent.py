@@ -45,6 +45,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -54,9 +55,9 @@ from phalanx.launch.failure import exit_code_of
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.heartbeat_monitor import is_stopped
 from phalanx.launch.launched import REPORT, VARIABLE, Launched, read_report
-from phalanx.launch.local import num_cores, prepare_server, server_stopped
+from phalanx.launch.local import is_server_running, num_cores, prepare_server, server_stopped
 from phalanx.launch.rank_log import flush_streams, keep_printing
-from phalanx.launch.signals import ENDING
+from phalanx.launch.signals import ENDING, end_with_server
 from phalanx.storage import lock
 
 PING_S: Final = 1.0
@@ -91,12 +92,7 @@ Message = dict[str, Any]
 
 
 class Channel:
-    """JSON objects, one a line, over two descriptors; neither direction ever waits.
-
-    Attributes:
-        source: descriptor from which messages are read.
-        target: descriptor to which they are written.
-    """
+    """JSON objects, one a line, read from `source`, written to `target`; neither ever waits."""
 
     def __init__(self, source: int, target: int) -> None:
         self.source, self.target = source, target
@@ -126,7 +122,7 @@ class Channel:
     def receive(self) -> list[Message]:
         """Return the messages that have arrived.
 
-        Lines that are no message, such as what a login shell prints, are passed over.
+        Text before a message is dropped: a login shell may print some, without the end of a line.
 
         Raises:
             EOFError: the other side has ended, or the connection to it.
@@ -140,7 +136,8 @@ class Channel:
         if not read:
             raise EOFError
         *lines, self._read = (self._read + read).split(b"\n")
-        return [json.loads(line) for line in lines if line.startswith(b'{"is": ')]
+        begun = [line.partition(b'{"is": ') for line in lines]
+        return [json.loads(start + rest) for _, start, rest in begun if start]
 
     def keep_pinging(self) -> None:
         """Send a ping each PING_S from a thread, which also writes what waits."""
@@ -258,7 +255,10 @@ class HostAgent:
                         with suppress(OSError):
                             rank.line.send("advice")
             elif kind == "successor":
-                self._successor = message
+                from phalanx.launch.launcher import can_see_loss  # which imports this module
+
+                if self._successor is not None or can_see_loss(message["state"]):
+                    self._successor = message
             elif kind == "end":
                 self._successor = None
             elif kind == "clear":
@@ -270,10 +270,13 @@ class HostAgent:
         os.environ.update(variables)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as `phalanx` does before torch
         sweep(job)
-        # Random: agents in several containers may have one process id.
-        self._folder = Path(tempfile.mkdtemp(f"-{job}", f"phalanx-{os.getpid()}-", FOLDERS))
-        self._lock = (self._folder / LOCK).open("wb")
+        # Random: agents in several containers may have one process id. `sweep` of another agent
+        # does not see the folder until it is locked.
+        unlocked = Path(tempfile.mkdtemp(prefix=".phalanx-", dir=FOLDERS))
+        self._lock = (unlocked / LOCK).open("wb")
         lock(self._lock.fileno())
+        name = f"phalanx-{os.getpid()}-{unlocked.name.rpartition('-')[2]}-{job}"
+        self._folder = unlocked.rename(FOLDERS / name)
         # The forkserver's sockets are in this folder too. Private; see rank.py.
         config: Any = multiprocessing.current_process()._config  # pyright: ignore[reportAttributeAccessIssue]
         config["tempdir"] = str(self._folder)
@@ -339,8 +342,10 @@ class HostAgent:
         with suppress(BlockingIOError):
             begun += (read := os.read(pipe.fileno(), MOST_BYTES))
             is_over |= not read
-        is_cut = is_over or len(begun) > LONGEST_LINE
-        if whole := len(begun) if is_cut else begun.rfind(b"\n") + 1:
+        whole = begun.rfind(b"\n") + 1
+        if is_over or (not whole and len(begun) > LONGEST_LINE):
+            whole = len(begun)
+        if whole:
             text = begun[:whole].decode(errors="backslashreplace")
             self._channel.send("text", rank=rank.number, stream=stream, text=text)
             del begun[:whole]
@@ -354,6 +359,11 @@ class HostAgent:
         now_s = time.monotonic()
         for rank in list(self._ranks):
             if rank.process.exitcode is not None:
+                if rank.process.exitcode == 255:  # its own, or that the forkserver has ended
+                    time.sleep(TICK_S)  # the kernel closes pipes before it reports an end
+                if not is_server_running():  # it forks ranks, and knows their exit codes
+                    self._successor = None
+                    raise EOFError
                 self._forget(rank)
                 self._channel.send("ended", rank=rank.number, code=rank.process.exitcode)
             elif not is_stopped(rank.process.pid):
@@ -414,12 +424,25 @@ def sweep(job: str = "") -> None:
 # In the processes that the forkserver starts.
 
 
+def _end_with_agent() -> None:
+    """Have the kernel kill this process, also a stopped one, when the agent and so the server end.
+
+    The forkserver runs as long as any process has its pipe, which each rank inherits.
+    """
+    # Private; tests/launch/test_launcher.py pins it.
+    server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
+    os.close(server._forkserver_alive_fd)
+    server._forkserver_alive_fd = None
+    end_with_server()
+
+
 def _begin(outputs: list[Connection], line: Connection, folder: str) -> None:
     """Give this process a group, its outputs, usual signals, and an end when its agent ends."""
     os.setsid()
     for number, output in enumerate(outputs, 1):
         os.dup2(output.fileno(), number)
         output.close()
+    _end_with_agent()
     for signum in ENDING:
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -473,9 +496,13 @@ def host_store(port: int, outputs: list[Connection], line: Connection, folder: s
     from phalanx.comm.join import raise_file_limit
 
     os.setsid()
+    _end_with_agent()
     raise_file_limit()  # each rank connects to the store several times
-    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
-    line.send(("store", store.port))
+    try:
+        store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        line.send(("store", store.port))
+    except dist.DistNetworkError as error:
+        line.send(("store", str(error).partition("\n")[0]))
     with suppress(EOFError, OSError):
         line.recv()
     shutil.rmtree(folder, ignore_errors=True)

@@ -147,28 +147,27 @@ class Remote:
 
     def why_not(self) -> str:
         """Return a sentence if the host cannot take part, with the cure; else an empty text."""
-        who, code, own = f"host {self.host.name}", self.process.poll(), versions()
-        if (facts := self.answers.get("facts")) is not None:
-            unlike = [each for each in own if facts["versions"].get(each) != own[each]]
-            theirs = ", ".join(f"{each} {facts['versions'].get(each)}" for each in unlike)
-            ours = ", ".join(f"{each} {own[each]}" for each in unlike)
-            if unlike:
-                return f"{who} has {theirs}, but this machine has {ours}; install the same"
-            name = next(link.way(self.host.name))
-            # With 127.0.1.1 in /etc/hosts, ssh reaches this machine in place of the host.
-            is_this = not self.host.is_local and name.cure and name.values["address"]
-            return str(name) if is_this else ""
-        return why_no_agent(self.host, code, self.errors, self._folder)
+        if (facts := self.answers.get("facts")) is None:
+            return why_no_agent(self.host, self.process.poll(), self.errors, self._folder)
+        ours, theirs = versions(), facts["versions"]
+        unlike = [
+            f"{name} {theirs.get(name)}, but this machine has {ours[name]}"
+            for name in ours
+            if theirs.get(name) != ours[name]
+        ]
+        if unlike:
+            return f"host {self.host.name} has {', and '.join(unlike)}; install the same"
+        name = next(link.way(self.host.name))
+        # With 127.0.1.1 in /etc/hosts, ssh reaches this machine in place of the host.
+        is_this = not self.host.is_local and name.cure and name.values["address"]
+        return str(name) if is_this else ""
 
 
 def why_no_agent(host: Host, code: int | None, errors: str, folder: str) -> str:
     """Return a sentence on why no agent answers, with the cure.
 
-    Args:
-        host: the host of the agent.
-        code: exit code of the command that starts the agent; None while it runs.
-        errors: the error output of that command.
-        folder: the working folder.
+    The command that starts it has ended with exit code `code`, or None while it runs, and printed
+    `errors`.
     """
     words = printable(errors.strip().rpartition("\n")[2])
     names = {"folder": folder, "python": sys.executable, "name": host.name}
@@ -235,8 +234,9 @@ class JobLauncher:
         self._clock = ListeningClock(LISTENING_S)
         self._leases = Leases[str](lambda: self._clock.now_s)
         self._signals: list[int] = []
-        self._stop = 0  # the signal that was forwarded
-        self._asking: socket.socket | None = None  # a join
+        self._stop = 0  # the signal that ends the job
+        self._asked = 0  # the signal that the ranks of this generation have got
+        self._asking: list[socket.socket] = []  # joins
         self._is_joining = False  # the ranks were asked to end, for a host that joins
         self._ended_s, self._why = time.monotonic(), "launcher was lost"  # of the last generation
         self._codes: dict[int, int] = {}
@@ -254,14 +254,12 @@ class JobLauncher:
             try:
                 return self._run()
             finally:
-                for remote in self._remotes:
-                    if not remote.lost:
-                        remote.channel.send("end")
-                        remote.channel.close()
+                for remote in self._living:
+                    remote.channel.send("end")
+                    remote.channel.close()
                 until_s = time.monotonic() + LAST_WORDS_S
-                for remote in self._remotes:
-                    if not remote.lost:
-                        remote.end(max(0.1, until_s - time.monotonic()))
+                for remote in self._living:
+                    remote.end(max(0.1, until_s - time.monotonic()))
                 self._selector.close()
 
     def _run(self) -> int:
@@ -272,12 +270,12 @@ class JobLauncher:
                 return 128 + self._signals[0]
             num_left = sum(host.num_ranks for host in self._hosts)
             now.fewest = now.fewest or self._request.min_ranks or num_left // 2 + 1
-            if num_left < now.fewest and now.generation == 0:
-                raise ConfigError(
-                    f"--min-ranks is {now.fewest}, but the hosts have {num_left} ranks; expected "
-                    f"at most {num_left}"
-                )
             if num_left < now.fewest:
+                if now.generation == 0:
+                    raise ConfigError(
+                        f"--min-ranks is {now.fewest}, but the hosts have {num_left} ranks; "
+                        f"expected at most {num_left}"
+                    )
                 run = f"; {now.report.run} has its last state" if now.report else ""
                 report(f"the job ends: {num_left} ranks are left, --min-ranks is {now.fewest}{run}")
                 return 1
@@ -314,14 +312,22 @@ class JobLauncher:
             return None, num_left
         if num_left == strategy.num_ranks and now.report is None:
             return None, num_left
+        rows = now.report.global_rows if now.report else None
         if num_left > strategy.num_ranks:  # by hosts that have joined: more data ranks
             axis = "fsdp" if strategy.dp.degree == 1 < strategy.fsdp.degree else "dp"
-            degree = num_left * getattr(strategy, axis).degree // strategy.num_ranks
+            degree = getattr(strategy, axis).degree
+            others = strategy.dp.degree * strategy.fsdp.degree // degree
+            larger = range(num_left * degree // strategy.num_ranks, degree, -1)
+            degree = next((n for n in larger if (rows or 0) % (n * others) == 0), degree)
             strategy = strategy.with_degree(axis, degree)
-        strategy = shrunk(strategy, num_left, now.report.global_rows if now.report else None)
+        strategy = shrunk(strategy, num_left, rows)
         return str(strategy), strategy.num_ranks
 
     # Hosts.
+
+    @property
+    def _living(self) -> list[Remote]:
+        return [remote for remote in self._remotes if not remote.lost]
 
     def _connect(self, host: Host, connect_s: float) -> Remote:
         """Start the agent of a host, and hear it from now on."""
@@ -348,15 +354,13 @@ class JobLauncher:
             ConfigError: `is_first`, and a host cannot take part.
             Interrupted: `is_first`, and a signal arrived.
         """
-        living = [remote for remote in self._remotes if not remote.lost]
-        self._remotes = [*living]
+        living, self._remotes = self._living, self._living
         for remote in living:
             remote.answers.pop("cleared", None)
             remote.channel.send("clear")
         names = [remote.host.name for remote in living]
         connect_s, agent_s = (CONNECT_S, AGENT_S) if is_first else (AGAIN_S, AGAIN_S)
-        absent = [host for host in self._hosts if host.name not in names]
-        new = [self._connect(host, connect_s) for host in absent]
+        new = [self._connect(host, connect_s) for host in self._hosts if host.name not in names]
         self._await(living, "cleared", START_S)
         self._await(new, "facts", connect_s + agent_s)
         if is_first and self._signals:
@@ -373,8 +377,7 @@ class JobLauncher:
             self._lose(remote, why)
             report(f"left out: {why}")
         names = [host.name for host in self._hosts]
-        self._remotes = [remote for remote in self._remotes if not remote.lost]
-        self._remotes.sort(key=lambda remote: names.index(remote.host.name))
+        self._remotes = sorted(self._living, key=lambda remote: names.index(remote.host.name))
         # A host without a number of ranks gets an equal part of the strategy's, or one a GPU.
         strategy = self._request.strategy
         unnumbered = [remote for remote in self._remotes if not remote.host.num_ranks]
@@ -411,7 +414,7 @@ class JobLauncher:
         Raises:
             ConfigError: in the first generation, a host does not reach the store.
         """
-        self._codes, self._stopped, self._has_stepped = {}, [], False
+        self._codes, self._stopped, self._asked, self._has_stepped = {}, [], 0, False
         for remote in self._remotes:
             remote.ranks = range(0)
             remote.answers = {"facts": remote.answers["facts"]}
@@ -423,6 +426,11 @@ class JobLauncher:
                 self._lose(first, f"its store did not start within {START_S:.0f} s")
             return
         port, address = first.answers["store"]["value"], "127.0.0.1"
+        if isinstance(port, str):
+            raise ConfigError(
+                f"host {first.host.name} cannot host the store of the ranks: {printable(port)}; "
+                "choose a free port by --port, or leave --port out"
+            )
         why, unreached = "it has no address that the other hosts know", others[:1]
         for address in self._addresses(first, others):
             for remote in others:
@@ -441,9 +449,13 @@ class JobLauncher:
                 f"{why}; open the port on host {first.host.name} (a firewall?), choose one by "
                 f"--port, or see: phalanx doctor --peer {first.host.name}"
             )
-        launched = {"generation": now.generation, "restarts": self._request.restarts}
-        launched |= {"strategy": strategy, "first": now.strategy}
-        launched |= {"run": now.report.run if now.report is not None else None}
+        launched = {
+            "generation": now.generation,
+            "restarts": self._request.restarts,
+            "strategy": strategy,
+            "first": now.strategy,
+            "run": now.report and now.report.run,
+        }
         variables = {
             "WORLD_SIZE": f"{num_ranks}",
             "MASTER_ADDR": address,
@@ -482,22 +494,18 @@ class JobLauncher:
                 return 128 + self._signals[0]
             if self._signals and not self._stop:
                 self._stop = self._signals[0]
-                self._send_signal(self._stop)
-            if self._asking is not None:
-                connection, self._asking = self._asking, None
-                self._take_in(connection)
-            asked = 128 + (self._stop or signal.SIGTERM * self._is_joining)
-            ended = self._codes.keys() | {
-                r for each in self._remotes if each.lost for r in each.ranks
-            }
-            are_over = all(rank in ended for each in self._remotes for rank in each.ranks)
-            failures = [
-                c for c in self._codes.values() if 0 < c != asked and c not in (LOST_PEER, 255)
-            ]
+                self._ask_to_end(self._stop)
+            if self._asking:
+                self._take_in(self._asking.pop(0))
+            expected = {0, LOST_PEER, self._asked and 128 + self._asked}
+            are_over = all(
+                each.lost or rank in self._codes for each in self._remotes for rank in each.ranks
+            )
+            failures = [code for code in self._codes.values() if 0 < code and code not in expected]
             lost = self._losses()
             is_vague = not failures and not lost and LOST_PEER in self._codes.values()
             if not failures and not lost and not is_vague:
-                if are_over and not any(self._codes.values()):
+                if are_over and self._codes and not any(self._codes.values()):
                     return 0
                 if are_over:
                     return 128 + self._stop if self._stop else ""
@@ -513,21 +521,18 @@ class JobLauncher:
                 continue
             if self._stop:
                 return failures[0] if failures else 128 + self._stop
-            if failures and next(filter(None, self._codes.values())) == failures[0]:
+            if failures and (not lost or next(filter(None, self._codes.values())) == failures[0]):
                 return failures[0]
             self._is_joining = False
             if is_vague:
                 rank = next(rank for rank, code in self._codes.items() if code)
                 lost = f"rank {rank} on {self._host_of(rank)} has lost another rank"
             if self._progress.restarts == self._request.restarts:
-                for remote in self._remotes:
-                    if not remote.lost:
-                        remote.channel.send("advice")
+                for remote in self._living:
+                    remote.channel.send("advice")
                 self._await(self._remotes, "advice", LAST_WORDS_S)
-                words = [
-                    r.answers["advice"]["value"] for r in self._remotes if "advice" in r.answers
-                ]
-                lost = "\n".join([lost, *filter(None, words[:1])])
+                words = [each.answers.get("advice", {}).get("value") for each in self._remotes]
+                lost = "\n".join([lost, *filter(None, words)][:2])
             return lost
 
     def _losses(self) -> str:
@@ -536,20 +541,21 @@ class JobLauncher:
         for rank, code in self._codes.items():
             name = f"rank {rank} on {self._host_of(rank)}"
             if code < 0:
-                lost.append(f"{name} was ended by signal {signal.Signals(-code).name}")
-            elif code == 255:
-                lost.append(f"{name} has lost the process that forks ranks")
+                names = {each.value: each.name for each in signal.Signals}
+                lost.append(f"{name} was ended by signal {names.get(-code, -code)}")
         if self._request.restarts:  # else `kill -CONT` continues it
             lost += [f"rank {each} on {self._host_of(each)} is stopped" for each in self._stopped]
         return "lost: " + "; ".join(lost) if lost else ""
 
     def _host_of(self, rank: int) -> str:
-        hosts = [each.host.name for each in self._remotes if rank in each.ranks]
-        return hosts[0] if hosts else f"{self._remotes[0].host.name} (the store)"
+        names = (each.host.name for each in self._remotes if rank in each.ranks)
+        return next(names, f"{self._remotes[0].host.name} (the store)")
 
-    def _send_signal(self, signum: int) -> None:
-        for remote in self._remotes:
-            if not remote.lost:
+    def _ask_to_end(self, signum: int) -> None:
+        """Send the ranks a signal, on which they save and end; a second would end them at once."""
+        if not self._asked:
+            self._asked = signum
+            for remote in self._living:
                 remote.channel.send("signal", signum=signum)
 
     # Messages.
@@ -559,8 +565,8 @@ class JobLauncher:
         for key, _ in self._selector.select(TICK_S):
             key.data()
         self._clock.tick()
-        for remote in self._remotes:
-            if not remote.lost and "facts" in remote.answers:
+        for remote in self._living:
+            if "facts" in remote.answers:
                 if (silent_s := self._leases.age_s(remote.host.name)) > SILENT_S:
                     self._lose(remote, f"no word for {silent_s:.0f} s")
 
@@ -609,9 +615,12 @@ class JobLauncher:
         if not text:
             with suppress(KeyError):
                 self._selector.unregister(remote.error_output)
+            if remote.errors and "facts" in remote.answers:
+                self._print(remote, None, remote.errors, 2)
         elif "facts" in remote.answers:
-            lines, _, remote.errors = remote.errors.rpartition("\n")
-            self._print(remote, None, lines, 2)
+            lines, end, remote.errors = remote.errors.rpartition("\n")
+            if end:
+                self._print(remote, None, lines, 2)
 
     def _print(self, remote: Remote, rank: int | None, text: str, stream: int) -> None:
         """Print lines with rank and host in front; the host only if there are several."""
@@ -630,13 +639,15 @@ class JobLauncher:
         """Listen for `join`."""
 
         def accept() -> None:
-            self._asking, _ = listener.accept()
+            self._asking.append(listener.accept()[0])
 
         path = control_folder() / f"{os.getpid()}.sock"
-        path.unlink(missing_ok=True)
+        begun = path.with_suffix(".new")
+        begun.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(path))
+            listener.bind(str(begun))
             listener.listen()
+            begun.rename(path)  # now: `join` removes a socket at which nobody listens
             self._selector.register(listener, selectors.EVENT_READ, accept)
             try:
                 yield
@@ -646,22 +657,24 @@ class JobLauncher:
     def _take_in(self, connection: socket.socket) -> None:
         """Start the agent of a host that joins, and ask the ranks to save and end."""
         connection.settimeout(1.0)
-        with suppress(OSError, ValueError), connection:
-            host = parse_host(connection.recv(1000).decode())
-            if any(host.name == each.name for each in self._hosts):
-                connection.sendall(f"host {host.name} takes part in the job already".encode())
-                return
-            remote = self._connect(host, CONNECT_S)
-            self._await([remote], "facts", CONNECT_S + AGENT_S)
-            if why := remote.why_not():
-                self._lose(remote, why)
-                self._remotes.remove(remote)
-                connection.sendall(why.encode())
+        with suppress(OSError), connection:
+            try:
+                host = parse_host(connection.recv(1000).decode())
+                if any(host.name == each.name for each in self._hosts):
+                    raise ConfigError(f"host {host.name} takes part in the job already")
+                remote = self._connect(host, CONNECT_S)
+                self._await([remote], "facts", CONNECT_S + AGENT_S)
+                if why := "the job ends" if self._signals else remote.why_not():
+                    self._lose(remote, why)
+                    self._remotes.remove(remote)
+                    raise ConfigError(why)
+            except ValueError as error:
+                connection.sendall(str(error).encode())
                 return
             self._hosts.append(host)
             report(f"host {host} joins: the ranks save and end after this step")
             self._is_joining, self._ended_s = True, time.monotonic()
-            self._send_signal(signal.SIGTERM)
+            self._ask_to_end(signal.SIGTERM)
             connection.sendall(TAKEN_IN)
 
     def _name_successors(self) -> None:
@@ -671,20 +684,39 @@ class JobLauncher:
             request = asdict(self._request) | {"hosts": [asdict(host) for host in hosts]}
             progress = asdict(self._progress) | {"restarts": self._progress.restarts + 1}
             progress["generation"] += 1
+            # The two sides of a cut network must not both continue: more than half of all may.
+            majority = sum(host.num_ranks for host in self._hosts) // 2 + 1
+            progress["fewest"] = max(self._progress.fewest, majority)
             state = {"request": request, "progress": progress, "host": socket.gethostname()}
-            for remote in self._remotes:
-                if not remote.host.is_local and not remote.lost:
+            for remote in self._living:
+                if not remote.host.is_local:
                     remote.channel.send("successor", state=state, own=remote.host.name)
 
 
 def read_state(state: Message) -> tuple[LaunchRequest, JobState]:
     """Return the job and its progress, as a launcher has sent them to its agents."""
-    request, progress = state["request"], state["progress"]
-    request |= {"hosts": tuple(Host(**host) for host in request["hosts"])}
-    request |= {name: tuple(request[name]) for name in ("command", "ssh")}
-    request |= {"variables": tuple((name, value) for name, value in request["variables"])}
-    progress |= {"report": JobReport(**progress["report"])}
-    return LaunchRequest(**request), JobState(**progress)
+    request, report = state["request"], JobReport(**state["progress"]["report"])
+    lists = {
+        "hosts": tuple(Host(**host) for host in request["hosts"]),
+        "variables": tuple((name, value) for name, value in request["variables"]),
+        **{name: tuple(request[name]) for name in ("command", "ssh")},
+    }
+    return LaunchRequest(**request | lists), JobState(**state["progress"] | {"report": report})
+
+
+def is_answering(name: str, request: LaunchRequest) -> bool:
+    """Return whether the ssh server of a host answers, be it that it lets this user not in."""
+    words = ssh_command(Host(name), request, AGAIN_S, "true")
+    asked = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return asked.returncode == 0 or not re.search(UNREACHABLE, asked.stderr, re.IGNORECASE)
+
+
+def can_see_loss(state: Message) -> bool:
+    """Return whether ssh reaches the launcher's host now, so that silence later is its loss.
+
+    Else an agent whose connection alone is lost would begin a second job beside the first.
+    """
+    return is_answering(state["host"], read_state(state)[0])
 
 
 def succeed(state: Message, own: str) -> None:
@@ -693,13 +725,13 @@ def succeed(state: Message, own: str) -> None:
     Another host does it if it comes first in the order of hosts. If ssh still reaches the host of
     the launcher, somebody has killed the launcher on purpose, and the job ends.
     """
-    request, progress = read_state(json.loads(json.dumps(state)))
+    request, progress = read_state(state)
     names = [host.name for host in request.hosts]
-    for host in (Host(state["host"]), *request.hosts[: names.index(own)]):
-        words = ssh_command(host, request, AGAIN_S, "true")
-        asked = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        if asked.returncode == 0 or not re.search(UNREACHABLE, asked.stderr, re.IGNORECASE):
-            return
+    if any(is_answering(each, request) for each in (state["host"], *names[: names.index(own)])):
+        return
+    for host in state["request"]["hosts"]:  # ssh may not let this host in from itself
+        if host["name"] == own and not Host(**host).is_local:
+            host |= {"name": "localhost", "user": ""}
     assert progress.report is not None
     log = Path(progress.report.run or request.folder) / "launch.log"
     with log.open("ab") as output:
@@ -750,12 +782,8 @@ def join(host: Host, job: int | None) -> str:
 
 
 def dry_run(request: LaunchRequest) -> Generator[str]:
-    """Yield lines with what would be run on each host."""
-    first = 0
+    """Yield lines with what would be run; of variables the names alone, since values are secret."""
+    yield f"each host runs its ranks of {request.command_text}, in {request.folder}"
     for host in request.hosts:
-        ranks = f"ranks {first} to {first + host.num_ranks - 1}" if host.num_ranks else "ranks"
-        yield f"{host.name}: {ranks} of {request.command_text}, in {request.folder}"
-        yield f"  {shlex.join(agent_command(host, request))}"
-        first += host.num_ranks
-    for name, value in request.variables:
-        yield f"  {name}={shlex.quote(value)}"
+        yield f"{host}: {shlex.join(agent_command(host, request))}"
+    yield f"environment: {', '.join(name for name, _ in request.variables)}"

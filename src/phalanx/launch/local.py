@@ -262,6 +262,14 @@ def prepare_server(*modules: str) -> ForkServerContext:
     return context
 
 
+def is_server_running() -> bool:
+    """Return whether the forkserver runs, without which exit codes of ranks are not known."""
+    server: Any = forkserver._forkserver  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
+    pid = server._forkserver_pid
+    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    return pid is not None and os.waitid(os.P_PID, pid, ended) is None
+
+
 @contextmanager
 def server_stopped() -> Generator[None]:
     """Kill the forkserver at the end of the block if it was started inside the block.
