@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Generator
 from datetime import timedelta
 
@@ -41,6 +42,18 @@ def test_a_responder_sends_no_more_than_it_is_asked_for(port: int) -> None:
         assert len(connection.makefile("rb").read()) == 100_000
     with link.asking("127.0.0.1", port, "remove everything") as connection:
         assert connection.recv(1) == b""
+
+
+def test_a_packet_that_a_router_splits_has_arrived(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_two(connection: socket.socket, _: float, num_bytes: int) -> None:
+        connection.sendall(bytes(num_bytes - 1))
+        time.sleep(0.05)
+        connection.sendall(bytes(1))
+
+    monkeypatch.setattr(link, "_send", in_two)
+    assert not next(link.passing("b", "127.0.0.1", port)).cure
 
 
 def test_a_refused_port_is_no_firewall() -> None:
