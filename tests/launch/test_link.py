@@ -152,7 +152,7 @@ def test_each_host_checks_the_link_to_the_next(
 
     def passing(peer: str, *_: object) -> Generator[link.Finding]:
         asked.append(peer)
-        yield link.Finding(check="MTU", text="packets vanish", cure="set one MTU", is_end=True)
+        yield link.Finding("MTU", "packets vanish", cure="set one MTU", is_end=True)
 
     monkeypatch.setattr(link, "passing", passing)
     raised = checked(sizes, *["127.0.0.1"] * len(sizes))
@@ -177,7 +177,7 @@ def test_a_host_that_does_not_answer_is_a_lost_peer_of_a_launched_job(
     is_launched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reach(peer: str, *_: object) -> link.Finding:
-        return link.Finding(check="port", text=f"no host answers: {peer}", cure="x", is_end=True)
+        return link.Finding("port", f"no host answers: {peer}", cure="x", is_end=True)
 
     monkeypatch.setattr(link, "reach", reach)
     monkeypatch.setattr(link, "launched", lambda: object() if is_launched else None)

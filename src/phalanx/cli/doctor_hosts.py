@@ -303,16 +303,14 @@ def by_ssh(host: Host, ssh: str) -> tuple[AgentClient | None, Finding]:
     agent, code = AgentClient(host.name, connection), None
     try:
         agent.ask("hello")
-        return agent, Finding(check="ssh", text=f"{host.name} is reached without a password")
+        return agent, Finding("ssh", f"{host.name} is reached without a password")
     except TimeoutError:
         process.kill()
     except OSError:
         code = process.wait()
     why = why_no_agent(host, code, process.communicate()[1], folder)
     cure = f"{why}; or start by hand on {host.name}: phalanx doctor --listen"
-    return None, Finding(
-        check="ssh", text=f"no agent starts on {host.name}", cure=cure, is_end=True
-    )
+    return None, Finding("ssh", f"no agent starts on {host.name}", cure=cure, is_end=True)
 
 
 class Examination:
@@ -441,32 +439,27 @@ class Examination:
             if its["name"] == facts_of_first["name"]:
                 text = f"the host name of {first} and {name} is {its['name']}"
                 cure = "sudo hostnamectl set-hostname ANOTHER on one, and in /etc/hosts"
-                yield name, Finding(check="name", text=text, cure=cure)
+                yield name, Finding("name", text, cure)
             both = facts_of_first["versions"], its["versions"]
             for package in both[0] | both[1]:
                 one, other = (each.get(package, "missing") for each in both)
                 if one != other and package != "driver":
                     text = f"{package} is {one} on {first}, but {other} on {name}"
                     cure = "install the same on both, for example by a copy of the environment"
-                    yield name, Finding(check="versions", text=text, cure=cure)
+                    yield name, Finding("versions", text, cure)
         texts = [", ".join(map(" ".join, its["versions"].items())) for its in self.hosts.values()]
-        yield "", Finding(check="versions", text="\n".join(dict.fromkeys(texts)))
+        yield "", Finding("versions", "\n".join(dict.fromkeys(texts)))
         total = sum(self._known[of].num_ranks or its["num_cores"] for of, its in self.hosts.items())
         most, least = min((its["most_files"], name) for name, its in self.hosts.items())
         needed = num_files({"dp": total}, total, "cpu")
+        text = f"a process may open {most:,} files on {least}; {total} ranks need {needed:,}"
         cure = f"on {least}, add '* hard nofile {max(4096, needed)}' to /etc/security/limits.conf"
-        yield (
-            least,
-            Finding(
-                check="files",
-                text=f"a process may open {most:,} files on {least}; {total} ranks need {needed:,}",
-                cure=f"{cure}, and log in again" if most < needed else "",
-            ),
-        )
+        cure = f"{cure}, and log in again" if most < needed else ""
+        yield least, Finding("files", text, cure)
         for name, its in self.hosts.items():
             gib = its["memory_bytes"] / GIB
             text = f"{name}: {its['num_cores']} cores, {gib:.1f} GiB of free memory"
-            yield name, Finding(check="machine", text=text)
+            yield name, Finding("machine", text)
         # The folder of the run is one on all hosts, if all see a file that one of them writes.
         owner = next(iter(self._agents))  # this host, if it takes part
         folder, file = self.hosts[owner]["folder"], f"{MARK}{secrets.token_hex(8)}"
@@ -482,7 +475,7 @@ class Examination:
                     f"share it, such as by NFS (on {owner} a line of /etc/exports, on {host} sudo "
                     f"mount {owner}:{folder} {folder}), or give a shared folder (--out)"
                 )
-            yield host, Finding(check="folder", text=text, cure=cure)
+            yield host, Finding("folder", text, cure)
         if not why:
             self._agents[owner].ask("mark", folder=folder, name=file)
 
@@ -510,30 +503,30 @@ class Examination:
         for name, values in zip(names, (each.result() for each in asked), strict=True):
             if "error" in values:
                 cure = "a rank of gloo or NCCL fails so in a run too; see docs/debugging.md"
-                finding = Finding(check="backends", text=f"{name}: {values['error']}", cure=cure)
+                finding = Finding("backends", f"{name}: {values['error']}", cure=cure)
                 findings.append((name, finding))
                 continue
             environment = self.hosts[name]["environment"] = values["environment"]
             backends = ", ".join(of for of, has in environment["backends"].items() if has)
             gpus = ", ".join(gpu["name"] for gpu in environment["gpus"]) or "no GPU"
-            findings.append((name, Finding(check="backends", text=f"{name}: {backends}; {gpus}")))
+            findings.append((name, Finding("backends", f"{name}: {backends}; {gpus}")))
             for backend, timed in values["links"].items():
                 for other, latency_and_rate in timed.items():
                     links[name, names[int(other)]][backend] = latency_and_rate
         for (a, b), backend in itertools.product(self._pairs(), ("gloo", "NCCL")):
             if backend in (to := links[a, b]) and backend in (back := links[b, a]):
                 text = link.both_ways(a, b, to[backend][1], back[backend][1])
-                findings.append((f"{a} {b}", Finding(check=backend, text=text)))
+                findings.append((f"{a} {b}", Finding(backend, text)))
         self._show(findings)
 
     def matrix(self) -> Table:
         """Return round trip and bandwidth of TCP from each host to each, and the slowest link."""
         rates = {pair: values["TCP"] for pair, values in self.links.items() if "TCP" in values}
+        texts = {"median_s": time_text, "TCP": link.rate_text}
         rows = [
             [source, *(
-                f"{time_text(self.links[source, target].get('median_s', 0))}, "
-                f"{link.rate_text(rates[source, target])}"
-                if (source, target) in rates else "" for target in self.hosts
+                ", ".join(text(of[name]) for name, text in texts.items() if name in of)
+                for of in (self.links.get((source, target), {}) for target in self.hosts)
             )]
             for source in self.hosts
         ]  # fmt: skip

@@ -61,7 +61,7 @@ HEADERS: Final = 52
 """Further bytes of such a packet: IP, TCP and its time stamp."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """The result of one check.
 
@@ -95,20 +95,20 @@ def way(peer: str, port: int | None = None, *, pings: bool = True) -> Generator[
         meaning = f"resolves to {address}, {host} itself," if address else "is unknown"
         line = f"replace '{address} {peer}' by" if address else "add"
         yield Finding(
-            check="name",
-            text=f"the name {peer} {meaning} on {host}",
+            "name",
+            f"the name {peer} {meaning} on {host}",
             cure=f"in /etc/hosts of {host}, {line} 'ADDRESS {peer}' with the address that `ip "
             f"-brief address` shows on {peer}, or use the address in place of the name",
             is_end=True,
             values={"address": address},
         )
         return
-    yield Finding(check="name", text=f"{peer} is {address}", values={"address": address})
+    yield Finding("name", f"{peer} is {address}", values={"address": address})
     source = interface.address_towards(address)
     if not source:
         yield Finding(
-            check="route",
-            text=f"{host} has no route to {peer} ({address})",
+            "route",
+            f"{host} has no route to {peer} ({address})",
             cure=f"give an interface of {host} an address in the network of {address} (`ip -brief "
             "address` lists interfaces; sudo ip address add ADDRESS/24 dev INTERFACE)",
             is_end=True,
@@ -120,13 +120,13 @@ def way(peer: str, port: int | None = None, *, pings: bool = True) -> Generator[
             values[name] = int(Path(f"/sys/class/net/{values['interface']}/{name}").read_text())
     rate = f", {values['speed']:,} Mbit/s" if values.get("speed", 0) > 0 else ""
     route = f"from {source} by {values['interface']}, MTU {values.get('mtu', 'unknown')}{rate}"
-    yield Finding(check="route", text=route, values=values)
+    yield Finding("route", route, values=values)
     if times_s := ping(address) if pings else []:
         late_s = times_s[math.ceil(0.99 * len(times_s)) - 1]
         values = {"least_s": times_s[0], "median_s": statistics.median(times_s), "p99_s": late_s}
         names = ("least", "median", "99 %")
         texts = (f"{name} {1e3 * s:.3g} ms" for name, s in zip(names, values.values(), strict=True))
-        yield Finding(check="round trip", text=", ".join(texts), values=values)
+        yield Finding("round trip", ", ".join(texts), values=values)
     if port is not None:
         yield reach(peer, address, port, is_alive=bool(times_s))
 
@@ -162,9 +162,9 @@ def reach(peer: str, address: str, port: int, *, is_alive: bool = True) -> Findi
         begun_s = time.perf_counter()
         socket.create_connection((address, port), LIMIT_S).close()
         values = {"connect_s": time.perf_counter() - begun_s}
-        return Finding(check="port", text=f"{where} is open", values=values)
+        return Finding("port", f"{where} is open", values=values)
     except ConnectionRefusedError:
-        return Finding(check="port", text=f"nobody listens at {where}; no firewall drops it")
+        return Finding("port", f"nobody listens at {where}; no firewall drops it")
     except OSError as error:
         if error.errno not in (errno.ENETUNREACH, errno.EHOSTUNREACH):
             text = f"connections to {where} get no answer in {LIMIT_S:g} s: a firewall drops them"
@@ -174,7 +174,7 @@ def reach(peer: str, address: str, port: int, *, is_alive: bool = True) -> Findi
         else:
             text = f"no host answers at {where}: {error.strerror}"
             cure = f"check that {peer} is on, its cable and its address (`ip -brief address` on it)"
-    return Finding(check="port", text=text, cure=cure, is_end=True)
+    return Finding("port", text, cure, is_end=True)
 
 
 def ping(address: str) -> list[float]:
@@ -305,8 +305,8 @@ def passing(peer: str, address: str, port: int) -> Generator[Finding]:
     size = f"{abs(offset_s):,.0f}" if abs(offset_s) > CLOCK_S else f"{abs(offset_s):.3g}"
     ahead = f"{size} s {'ahead of' if offset_s > 0 else 'behind'}"
     yield Finding(
-        check="clock",
-        text=f"the clock of {peer} is {ahead} the clock of {host}",
+        "clock",
+        f"the clock of {peer} is {ahead} the clock of {host}",
         cure="set both by: sudo timedatectl set-ntp true" if abs(offset_s) > CLOCK_S else "",
         values={"offset_s": offset_s},
     )
@@ -338,14 +338,14 @@ def _packets(host: str, peer: str, address: str, port: int) -> Finding:
             raise TimeoutError(errno.ETIMEDOUT, f"{peer} does not answer")
         largest = sizes[which.index(True)]
         return Finding(
-            check="MTU",
-            text=f"packets from {source} to {target} with more than {largest} bytes of data "
+            "MTU",
+            f"packets from {source} to {target} with more than {largest} bytes of data "
             f"vanish, up to {most} that both hosts allow",
             cure=f"set one MTU on all hosts and switches; until then, on {host} and {peer}: sudo "
             f"ip link set dev INTERFACE mtu {largest + HEADERS}",
             is_end=True,
         )
-    return Finding(check="MTU", text=f"packets of {most + HEADERS} bytes pass both ways")
+    return Finding("MTU", f"packets of {most + HEADERS} bytes pass both ways")
 
 
 def bandwidth(
@@ -369,8 +369,8 @@ def bandwidth(
         cure = cure_of_slow(host, peer, to_s, from_s)
         tries = tries - 1 if cure else 0
     return Finding(
-        check="TCP",
-        text=both_ways(host, peer, to_s, from_s),
+        "TCP",
+        both_ways(host, peer, to_s, from_s),
         cure=cure,
         values={"to_bytes_per_s": to_s, "from_bytes_per_s": from_s},
     )
