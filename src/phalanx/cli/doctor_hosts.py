@@ -424,9 +424,8 @@ class Examination:
             agent, finding = by_ssh(host, self._config.ssh)
             self._show([(f"{local} {host.name}", finding)])
             if agent is None and may_listen:  # does a firewall drop the port of --listen?
-                self._show(
-                    (f"{local} {host.name}", each) for each in [*link.way(host.name, port)][-1:]
-                )
+                *_, last = link.way(host.name, port)
+                self._show([(f"{local} {host.name}", last)])
         if agent is not None:
             self._agents[host.name] = agent
 

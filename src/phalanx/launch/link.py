@@ -297,11 +297,11 @@ def passing(peer: str, address: str, port: int) -> Generator[Finding]:
     Raises:
         OSError: the responder does not answer.
     """
-    host = socket.gethostname()
-    yield _packets(host, peer, address, port)
-    sent_s = time.time()
+    host, sent_s = socket.gethostname(), time.time()
     with asking(address, port, "time") as connection:
+        most = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
         offset_s = _number(connection) - (sent_s + time.time()) / 2
+    yield _packets(host, peer, address, port, most)
     size = f"{abs(offset_s):,.0f}" if abs(offset_s) > CLOCK_S else f"{abs(offset_s):.3g}"
     ahead = f"{size} s {'ahead of' if offset_s > 0 else 'behind'}"
     yield Finding(
@@ -312,7 +312,7 @@ def passing(peer: str, address: str, port: int) -> Generator[Finding]:
     )
 
 
-def _packets(host: str, peer: str, address: str, port: int) -> Finding:
+def _packets(host: str, peer: str, address: str, port: int, most: int) -> Finding:
     """Check that full packets pass both ways; if they vanish, find the largest that do not."""
 
     def passes(size: int, is_to: bool) -> bool:
@@ -326,8 +326,6 @@ def _packets(host: str, peer: str, address: str, port: int) -> Finding:
                 return _number(connection) > 0
         return False
 
-    with asking(address, port, "time") as connection:
-        most = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
     sizes = [size for size in PACKETS if size < most]
     for source, target, is_to in ((host, peer, True), (peer, host, False)):
         if passes(most, is_to):
