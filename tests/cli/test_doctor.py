@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+import time
+from contextlib import closing
 
 import pytest
 
-from phalanx.cli import doctor
+from phalanx.cli import doctor, doctor_hosts
 from phalanx.cli.main import main
 from phalanx.errors import RankFailed
+from phalanx.launch import link
+from phalanx.launch.link import Responder
+from phalanx.report.terminal import Terminal
 
 
 def test_doctor_lets_two_processes_meet(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,3 +49,28 @@ def test_wrong_sums_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_names_the_nearest_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--jsn"]) == 2
     assert "did you mean '--json'?" in capsys.readouterr().err
+
+
+def test_no_stranger_ends_listen_or_leaves_something_behind() -> None:
+    with closing(Responder()) as responder:  # a port that is free once it is closed
+        port = responder.port
+    threading.Thread(target=doctor_hosts.listen, args=(port, Terminal()), daemon=True).start()
+    while not link.reach("b", "127.0.0.1", port).text.endswith("is open"):
+        time.sleep(0.01)
+    for request in (
+        {"do": "way"},
+        {"do": "mark", "folder": "/tmp", "name": "a"},
+        {"do": "bandwidth", "peer": "b", "address": "127.0.0.1", "port": port},
+        [[]],
+    ):
+        with socket.create_connection(("127.0.0.1", port), 60) as connection:
+            connection.sendall(f"{json.dumps(request)}\n".encode())
+            assert connection.recv(1) == b""
+    with socket.create_connection(("127.0.0.1", port), 60) as connection:
+        connection.sendall(b"[" * 60_000 + b"\n")
+        assert connection.recv(1) == b""
+    with socket.create_connection(("127.0.0.1", port), 60) as connection:
+        connection.sendall(b'{"do": "respond", "ports": [0]}\n')
+        [left] = json.loads(connection.makefile().readline())["answer"]
+    while not link.reach("b", "127.0.0.1", left).text.startswith("nobody listens"):
+        time.sleep(0.01)

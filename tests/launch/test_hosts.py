@@ -1,5 +1,6 @@
 """Hosts as text and as files, of DeepSpeed's form and of MPI's."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,10 @@ def test_other_files_are_refused(text: str | None, message: str, tmp_path: Path)
         (tmp_path / "hosts").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_hostfile(tmp_path / "hosts")
+
+
+def test_this_machine_is_known_by_its_name_with_a_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "a")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "a.home")
+    assert Host("a").is_local and Host("a.home").is_local
+    assert not Host("a.local").is_local and not Host("b.home").is_local

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import queue
 import socket
-import threading
+import subprocess
+import time
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from phalanx.errors import TrainingError
+from phalanx.errors import PeerLost, TrainingError
 from phalanx.launch import link
 from phalanx.launch.link import Responder
 from phalanx.launch.rank_env import RankEnv
@@ -30,7 +33,7 @@ def test_a_responder_answers_what_a_sound_link_is_asked(port: int) -> None:
     packet, clock = link.passing("b", "127.0.0.1", port)
     assert packet.check == "MTU" and not packet.cure
     assert clock.check == "clock" and abs(clock.values["offset_s"]) < 1.0 and not clock.cure
-    rate = link.bandwidth("b", "127.0.0.1", port)
+    rate = link.bandwidth("b", "127.0.0.1", port, seconds=0.1, num_bytes=1 << 20, tries=3)
     assert rate.values["to_bytes_per_s"] > 1e6 and rate.values["from_bytes_per_s"] > 1e6
     reached = link.reach("b", "127.0.0.1", port)
     assert reached.text == f"b:{port} (127.0.0.1) is open" and not reached.cure
@@ -41,6 +44,18 @@ def test_a_responder_sends_no_more_than_it_is_asked_for(port: int) -> None:
         assert len(connection.makefile("rb").read()) == 100_000
     with link.asking("127.0.0.1", port, "remove everything") as connection:
         assert connection.recv(1) == b""
+
+
+def test_a_packet_that_a_router_splits_has_arrived(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_two(connection: socket.socket, _: float, num_bytes: int) -> None:
+        connection.sendall(bytes(num_bytes - 1))
+        time.sleep(0.05)
+        connection.sendall(bytes(1))
+
+    monkeypatch.setattr(link, "_send", in_two)
+    assert not next(link.passing("b", "127.0.0.1", port)).cure
 
 
 def test_a_refused_port_is_no_firewall() -> None:
@@ -65,7 +80,9 @@ def test_another_host_is_not_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", resolved_to("127.0.1.1"))
     [finding] = link.way("b")
     assert finding.is_end and f"b resolves to 127.0.1.1, {HOST} itself, on {HOST}" in finding.text
-    assert not next(link.way(HOST)).cure  # a host may know itself by this address
+    monkeypatch.setattr(socket, "getfqdn", lambda: f"{HOST}.home")
+    for name in (HOST, f"{HOST}.home"):  # a host may know itself by this address
+        assert not next(link.way(name)).cure
 
 
 def resolved_to(address: str | None) -> Callable[..., object]:
@@ -86,13 +103,45 @@ def test_one_slow_way_is_a_fault_and_a_fast_link_is_none() -> None:
     assert link.cure_of_slow("a", "b", 30 * fast, 3 * fast) == ""  # a busy host
 
 
-def test_echoes_of_the_kernel_are_timed() -> None:
-    times_s = link.ping("127.0.0.1")
-    if times_s is None:
-        pytest.skip("the kernel allows no echoes to this user")
-    assert len(times_s) == link.PINGS and all(0 < each < 1 for each in times_s)
-    finding = link.round_trip([3e-3, 1e-3, 2e-3])
-    assert finding.text == "least 1 ms, median 2 ms, 99 % 3 ms"
+def test_the_round_trip_is_that_of_ping(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess("ping", 0, "time=9 ms\ntime=3 ms\ntime=1.5 ms\ntime=2 ms\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
+    *_, finding = link.way("127.0.0.1")
+    assert finding.text == "least 1.5 ms, median 2 ms, 99 % 3 ms"
+
+
+def test_a_host_with_ipv6_alone_has_a_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("needs IPv6")
+    monkeypatch.setattr(link, "_resolved", lambda _: "::1")
+    with closing(Responder()) as responder:
+        *_, route, reached = link.way(HOST, responder.port, pings=False)
+        assert route.text.startswith("from ::1 by lo, MTU ") and not route.cure
+        assert reached.text.endswith("is open")
+        packet, clock = link.passing(HOST, "::1", responder.port)
+        assert not packet.cure and not clock.cure
+
+
+def checked(sizes: tuple[int, ...], *addresses: str) -> list[TrainingError]:
+    """Check the links of hosts of so many ranks, at addresses; return what their ranks raise."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set_timeout(timedelta(seconds=60))
+
+    def check(rank: int, first: int, size: int, address: str) -> TrainingError | None:
+        env = RankEnv(rank, sum(sizes), rank - first, size)
+        try:
+            link.check_links(store.clone(), env, address)
+        except TrainingError as error:
+            return error
+        return None
+
+    with ThreadPoolExecutor(sum(sizes)) as threads:
+        asked = [
+            threads.submit(check, rank, sum(sizes[:number]), size, addresses[number])
+            for number, size in enumerate(sizes)
+            for rank in range(sum(sizes[:number]), sum(sizes[: number + 1]))
+        ]
+    return [error for each in asked if (error := each.result()) is not None]
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2, 1)])
@@ -103,32 +152,37 @@ def test_each_host_checks_the_link_to_the_next(
 
     def passing(peer: str, *_: object) -> Generator[link.Finding]:
         asked.append(peer)
-        yield link.Finding(check="MTU", text="packets vanish", cure="set one MTU", is_end=True)
+        yield link.Finding("MTU", "packets vanish", cure="set one MTU", is_end=True)
 
     monkeypatch.setattr(link, "passing", passing)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    store.set_timeout(timedelta(seconds=60))
-    raised: list[str] = []
-
-    def check(rank: int, first: int, size: int) -> None:
-        env = RankEnv(rank, sum(sizes), rank - first, size)
-        try:
-            link.check_links(store.clone(), env, "127.0.0.1")
-        except TrainingError as error:
-            raised.append(str(error))
-
-    threads: list[threading.Thread] = []
-    for number, size in enumerate(sizes):
-        first = sum(sizes[:number])
-        for rank in range(first, first + size):
-            threads.append(threading.Thread(target=check, args=(rank, first, size)))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    raised = checked(sizes, *["127.0.0.1"] * len(sizes))
     # Of two hosts, one measures; both first ranks say what is wrong.
     assert len(asked) == (1 if len(sizes) == 2 else len(sizes))
-    assert raised == ["packets vanish; set one MTU"] * len(sizes)
+    assert [str(error) for error in raised] == ["packets vanish; set one MTU"] * len(sizes)
+    assert not any(isinstance(error, PeerLost) for error in raised)
+
+
+def test_a_host_of_no_known_address_is_not_checked() -> None:
+    assert checked((1, 1), "", "") == []
+
+
+def test_of_a_far_host_the_bandwidth_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "NEAR_S", 0.0)
+    monkeypatch.setattr(link, "bandwidth", None)
+    assert checked((1, 1), "127.0.0.1", "127.0.0.1") == []
+
+
+@pytest.mark.parametrize("is_launched", [False, True])
+def test_a_host_that_does_not_answer_is_a_lost_peer_of_a_launched_job(
+    is_launched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reach(peer: str, *_: object) -> link.Finding:
+        return link.Finding("port", f"no host answers: {peer}", cure="x", is_end=True)
+
+    monkeypatch.setattr(link, "reach", reach)
+    monkeypatch.setattr(link, "launched", lambda: object() if is_launched else None)
+    raised = checked((1, 1), "127.0.0.1", "127.0.0.1")
+    assert [type(error) for error in raised] == [PeerLost if is_launched else TrainingError] * 2
 
 
 def test_a_waiting_rank_says_what_is_wrong_with_the_way_to_the_store(

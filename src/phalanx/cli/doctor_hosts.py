@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
@@ -50,6 +51,11 @@ if TYPE_CHECKING:
 
 TORCH_S: Final = 60.0
 """Longest time, in seconds, of the checks that load torch."""
+
+BANDWIDTH: Final = {"seconds": 1.0, "num_bytes": 1 << 40, "tries": 2}
+
+LONGEST: Final = 1 << 16
+"""Most characters of a request."""
 
 MARK: Final = ".phalanx-doctor-"
 """Begin of the name of a file that shows whether hosts see one folder."""
@@ -155,7 +161,8 @@ def _in_torch(arguments: Values) -> Values:
         for source, target in itertools.permutations(range(num), 2):
             if rank not in (source, target):
                 continue
-            whole = torch.zeros(sizes[source][target], dtype=torch.uint8, device=device)
+            num_bytes = min(sizes[source][target], 1 << 25)
+            whole = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
             small, times_s = whole[:1].clone(), list[float]()
             for turn in range(12):  # the first message opens the connection
                 message = whole if turn % 4 == 3 else small
@@ -183,15 +190,18 @@ def _in_torch(arguments: Values) -> Values:
 OF_STRANGERS: Final[Actions] = {
     "hello": lambda: "phalanx",
     **{of.__name__: of for of in (facts, respond, sees, in_torch)},
-    **{of.__name__: of for of in (link.way, link.reach, link.passing, link.bandwidth)},
+    **{of.__name__: of for of in (link.way, link.reach)},
 }
-"""What `--listen` does for whoever reaches its port: nothing that changes this host."""
+"""What `--listen` does for whoever reaches its port: nothing that changes this host, or sends data
+to a third."""
 
-ACTIONS: Final[Actions] = {**OF_STRANGERS, "mark": mark}
+ACTIONS: Final[Actions] = OF_STRANGERS | {
+    of.__name__: of for of in (mark, link.passing, link.bandwidth)
+}
 """Name -> what an agent does for its own doctor."""
 
 
-def answer(requests: IO[str], answers: IO[str], actions: Actions) -> None:
+def answer(requests: Iterable[str], answers: IO[str], actions: Actions) -> None:
     """Do what each line asks, until the lines end."""
     for line in requests:
         answers.write(json.dumps({"answer": act(actions, **json.loads(line))}) + "\n")
@@ -211,7 +221,7 @@ def listen(port: int, terminal: Terminal) -> None:
         ConfigError: another process has the port.
     """
     try:
-        listener = socket.create_server(("", port))
+        listener = link.listening(port)
     except OSError as error:
         raise ConfigError(
             f"cannot listen at port {port}: {error.strerror}; give another to both (--port)"
@@ -220,25 +230,28 @@ def listen(port: int, terminal: Terminal) -> None:
     terminal.say(f"listening; on the other host: {peer}")
     while True:
         connection, (address, *_) = listener.accept()
-        terminal.say(f"{address} asks")
-        with (
-            connection,
-            connection.makefile("rw") as lines,
-            suppress(OSError, ValueError, LookupError, TypeError),
-        ):
-            connection.settimeout(TORCH_S)  # whoever is silent for longer is no doctor
-            answer(lines, lines, OF_STRANGERS)
+        terminal.say(f"{address.removeprefix('::ffff:')} asks")
+        # No stranger's words end this process, or hold it for long.
+        with connection, connection.makefile("rw") as lines, suppress(Exception):
+            connection.settimeout(link.LIMIT_S)
+            answer([lines.readline(LONGEST)], lines, OF_STRANGERS)
+            connection.settimeout(TORCH_S)
+            answer(iter(partial(lines.readline, LONGEST), ""), lines, OF_STRANGERS)
+        respond([])
 
 
 # What the doctor asks.
 
 
 class AgentClient:
-    """The agent of a host, which this process asks; without streams, this process is the agent."""
+    """The agent of a host, which this process asks; without a connection, it is this process."""
 
-    def __init__(self, name: str, answers: IO[str] | None = None, requests: Any = None) -> None:
+    def __init__(self, name: str, connection: socket.socket | None = None) -> None:
         self.name = name
-        self._answers, self._requests = answers, requests
+        self._lines = None
+        if connection is not None:  # a host that is lost without a word ends the wait for it
+            connection.settimeout(2 * TORCH_S)
+            self._lines = connection.makefile("rw")
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Return what an action returns on the host.
@@ -246,11 +259,11 @@ class AgentClient:
         Raises:
             OSError: the host, or its agent, has gone.
         """
-        if self._answers is None:
+        if self._lines is None:
             return act(ACTIONS, do, **arguments)
-        self._requests.write(json.dumps({"do": do, **arguments}) + "\n")
-        self._requests.flush()
-        for line in self._answers:
+        self._lines.write(json.dumps({"do": do, **arguments}) + "\n")
+        self._lines.flush()
+        for line in self._lines:
             if line.startswith('{"answer": '):  # a login shell may print other lines
                 return json.loads(line)["answer"]
         raise ConnectionResetError(f"the agent on {self.name} has ended")
@@ -266,30 +279,38 @@ def by_port(name: str, port: int) -> AgentClient | None:
     """Return the agent of `phalanx doctor --listen` on a host, if it listens."""
     with suppress(OSError, ValueError):
         connection = socket.create_connection((name, port), link.LIMIT_S)
-        lines = connection.makefile("rw")
-        agent = AgentClient(name, lines, lines)
+        agent = AgentClient(name, connection)
+        connection.settimeout(link.LIMIT_S)
         if agent.ask("hello") == "phalanx":
-            connection.settimeout(None)
+            connection.settimeout(2 * TORCH_S)
             return agent
     return None
 
 
 def by_ssh(host: Host, ssh: str) -> tuple[AgentClient | None, Finding]:
     """Start an agent on a host, in the folder and by the Python of this process."""
-    folder = os.getcwd()
+    folder, (connection, other_end) = os.getcwd(), socket.socketpair()
     request = LaunchRequest(hosts=(host,), command=(), folder=folder, ssh=tuple(shlex.split(ssh)))
     command = agent_command(host, request, module="phalanx.cli.doctor_hosts")
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    agent = AgentClient(host.name, process.stdout, process.stdin)
-    with suppress(OSError):
+    with other_end:
+        process = subprocess.Popen(
+            command,
+            stdin=other_end.fileno(),
+            stdout=other_end.fileno(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    agent, code = AgentClient(host.name, connection), None
+    try:
         agent.ask("hello")
-        return agent, Finding(check="ssh", text=f"{host.name} is reached without a password")
-    why = why_no_agent(host, process.wait(), process.communicate()[1], folder)
+        return agent, Finding("ssh", f"{host.name} is reached without a password")
+    except TimeoutError:
+        process.kill()
+    except OSError:
+        code = process.wait()
+    why = why_no_agent(host, code, process.communicate()[1], folder)
     cure = f"{why}; or start by hand on {host.name}: phalanx doctor --listen"
-    return None, Finding(
-        check="ssh", text=f"no agent starts on {host.name}", cure=cure, is_end=True
-    )
+    return None, Finding("ssh", f"no agent starts on {host.name}", cure=cure, is_end=True)
 
 
 class Examination:
@@ -386,7 +407,7 @@ class Examination:
                     if reached[-1][1].is_end:
                         break
         self._show(reached)
-        for check, options in (("passing", {}), ("bandwidth", {"num_bytes": 1 << 40, "tries": 2})):
+        for check, options in (("passing", {}), ("bandwidth", BANDWIDTH)):
             measured: Findings = []
             for a, b in self._pairs():  # one of a pair asks, for both ways
                 at = {"address": self.links[a, b]["address"], "port": ports[b][-1]}
@@ -403,9 +424,8 @@ class Examination:
             agent, finding = by_ssh(host, self._config.ssh)
             self._show([(f"{local} {host.name}", finding)])
             if agent is None and may_listen:  # does a firewall drop the port of --listen?
-                self._show(
-                    (f"{local} {host.name}", each) for each in [*link.way(host.name, port)][-1:]
-                )
+                *_, last = link.way(host.name, port)
+                self._show([(f"{local} {host.name}", last)])
         if agent is not None:
             self._agents[host.name] = agent
 
@@ -418,32 +438,27 @@ class Examination:
             if its["name"] == facts_of_first["name"]:
                 text = f"the host name of {first} and {name} is {its['name']}"
                 cure = "sudo hostnamectl set-hostname ANOTHER on one, and in /etc/hosts"
-                yield name, Finding(check="name", text=text, cure=cure)
+                yield name, Finding("name", text, cure)
             both = facts_of_first["versions"], its["versions"]
             for package in both[0] | both[1]:
                 one, other = (each.get(package, "missing") for each in both)
                 if one != other and package != "driver":
                     text = f"{package} is {one} on {first}, but {other} on {name}"
                     cure = "install the same on both, for example by a copy of the environment"
-                    yield name, Finding(check="versions", text=text, cure=cure)
+                    yield name, Finding("versions", text, cure)
         texts = [", ".join(map(" ".join, its["versions"].items())) for its in self.hosts.values()]
-        yield "", Finding(check="versions", text="\n".join(dict.fromkeys(texts)))
+        yield "", Finding("versions", "\n".join(dict.fromkeys(texts)))
         total = sum(self._known[of].num_ranks or its["num_cores"] for of, its in self.hosts.items())
         most, least = min((its["most_files"], name) for name, its in self.hosts.items())
         needed = num_files({"dp": total}, total, "cpu")
+        text = f"a process may open {most:,} files on {least}; {total} ranks need {needed:,}"
         cure = f"on {least}, add '* hard nofile {max(4096, needed)}' to /etc/security/limits.conf"
-        yield (
-            least,
-            Finding(
-                check="files",
-                text=f"a process may open {most:,} files on {least}; {total} ranks need {needed:,}",
-                cure=f"{cure}, and log in again" if most < needed else "",
-            ),
-        )
+        cure = f"{cure}, and log in again" if most < needed else ""
+        yield least, Finding("files", text, cure)
         for name, its in self.hosts.items():
             gib = its["memory_bytes"] / GIB
             text = f"{name}: {its['num_cores']} cores, {gib:.1f} GiB of free memory"
-            yield name, Finding(check="machine", text=text)
+            yield name, Finding("machine", text)
         # The folder of the run is one on all hosts, if all see a file that one of them writes.
         owner = next(iter(self._agents))  # this host, if it takes part
         folder, file = self.hosts[owner]["folder"], f"{MARK}{secrets.token_hex(8)}"
@@ -459,7 +474,7 @@ class Examination:
                     f"share it, such as by NFS (on {owner} a line of /etc/exports, on {host} sudo "
                     f"mount {owner}:{folder} {folder}), or give a shared folder (--out)"
                 )
-            yield host, Finding(check="folder", text=text, cure=cure)
+            yield host, Finding("folder", text, cure)
         if not why:
             self._agents[owner].ask("mark", folder=folder, name=file)
 
@@ -468,7 +483,7 @@ class Examination:
         names, links = [*self.hosts], self.links
         is_whole = 1 < len(names) == len(self._known) and not self._broken
         rates = [[links.get((a, b), {}).get("TCP", 0) for b in names] for a in names]
-        sizes = [[int(min(max(rate / 4, 1 << 18), 1 << 25)) for rate in of] for of in rates]
+        sizes = [[int(max(rate / 4, 1 << 18)) for rate in of] for of in rates]
         requests = [
             {
                 "interface": links[name, names[not rank]]["interface"] if is_whole else "",
@@ -487,30 +502,30 @@ class Examination:
         for name, values in zip(names, (each.result() for each in asked), strict=True):
             if "error" in values:
                 cure = "a rank of gloo or NCCL fails so in a run too; see docs/debugging.md"
-                finding = Finding(check="backends", text=f"{name}: {values['error']}", cure=cure)
+                finding = Finding("backends", f"{name}: {values['error']}", cure=cure)
                 findings.append((name, finding))
                 continue
             environment = self.hosts[name]["environment"] = values["environment"]
             backends = ", ".join(of for of, has in environment["backends"].items() if has)
             gpus = ", ".join(gpu["name"] for gpu in environment["gpus"]) or "no GPU"
-            findings.append((name, Finding(check="backends", text=f"{name}: {backends}; {gpus}")))
+            findings.append((name, Finding("backends", f"{name}: {backends}; {gpus}")))
             for backend, timed in values["links"].items():
                 for other, latency_and_rate in timed.items():
                     links[name, names[int(other)]][backend] = latency_and_rate
         for (a, b), backend in itertools.product(self._pairs(), ("gloo", "NCCL")):
             if backend in (to := links[a, b]) and backend in (back := links[b, a]):
                 text = link.both_ways(a, b, to[backend][1], back[backend][1])
-                findings.append((f"{a} {b}", Finding(check=backend, text=text)))
+                findings.append((f"{a} {b}", Finding(backend, text)))
         self._show(findings)
 
     def matrix(self) -> Table:
         """Return round trip and bandwidth of TCP from each host to each, and the slowest link."""
         rates = {pair: values["TCP"] for pair, values in self.links.items() if "TCP" in values}
+        texts = {"median_s": time_text, "TCP": link.rate_text}
         rows = [
             [source, *(
-                f"{time_text(self.links[source, target].get('median_s', 0))}, "
-                f"{link.rate_text(rates[source, target])}"
-                if (source, target) in rates else "" for target in self.hosts
+                ", ".join(text(of[name]) for name, text in texts.items() if name in of)
+                for of in (self.links.get((source, target), {}) for target in self.hosts)
             )]
             for source in self.hosts
         ]  # fmt: skip

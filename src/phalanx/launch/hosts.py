@@ -45,7 +45,10 @@ class Host:
         """Whether this is the machine of this process, which needs no ssh."""
         own = socket.gethostname()
         names = ("localhost", "127.0.0.1", own, own.partition(".")[0])
-        return not self.user and self.name in names
+        is_own = self.name in names or (
+            self.name.startswith(f"{own}.") and self.name == socket.getfqdn()
+        )
+        return not self.user and is_own
 
     def __str__(self) -> str:
         return f"{self.target}:{self.num_ranks}" if self.num_ranks else self.target

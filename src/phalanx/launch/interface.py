@@ -13,6 +13,7 @@ import socket
 import struct
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.launch.rank_env import RankEnv
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
+
+LOOPBACK = ("127.", "::1")
+"""Begins of addresses at which a host reaches only itself."""
 
 _SIOCGIFADDR = 0x8915
 
@@ -46,12 +50,12 @@ def choose(store: Store, env: RankEnv) -> str:
     address = address_towards(os.environ.get("MASTER_ADDR", ""))
     if env.num_here == env.num_ranks:
         address = "127.0.0.1"
-    elif not address.startswith("127."):
+    elif address and not address.startswith(LOOPBACK):
         store.set("address", address)
     if store.add("addresses", 1) == env.num_ranks:
         store.set("addresses are known", "")
     store.wait(["addresses are known"])
-    if address.startswith("127.") and store.check(["address"]):  # this is the host of the store
+    if address.startswith(LOOPBACK) and store.check(["address"]):  # this is the host of the store
         address = address_towards(store.get("address").decode())
     name = interface_of(address)
     if name is not None:
@@ -60,15 +64,21 @@ def choose(store: Store, env: RankEnv) -> str:
 
 
 def address_towards(host: str) -> str:
-    """Return this host's IPv4 source address for packets to `host`, or "" without a route."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        return probe.getsockname()[0]
+    """Return this host's source address for packets to `host`, or "" without a route."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            return probe.getsockname()[0]
     return ""
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the interface that has an IPv4 address, or None if none has."""
+    """Return the name of the interface that has an address, or None if none has."""
+    if ":" in address:
+        digits = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        with suppress(OSError):
+            lines = Path("/proc/net/if_inet6").read_text().splitlines()
+            return next((line.split()[-1] for line in lines if line.startswith(digits)), None)
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if address_of(name) == address), None)
 

@@ -15,25 +15,24 @@ import errno
 import json
 import math
 import os
+import re
 import select
 import socket
-import socketserver
 import statistics
-import struct
+import subprocess
 import threading
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from typing_extensions import override
-
-from phalanx.errors import TrainingError
+from phalanx.errors import PeerLost, TrainingError
 from phalanx.launch import interface
 from phalanx.launch.failure import report
+from phalanx.launch.launched import launched
 from phalanx.launch.rank_env import RankEnv
 
 if TYPE_CHECKING:
@@ -42,7 +41,10 @@ if TYPE_CHECKING:
 LIMIT_S: Final = 3.0
 """Longest wait, in seconds, for one answer of another host or of a name server."""
 
-PINGS: Final = 20
+NEAR_S: Final = 0.02
+"""Longest time of a connection, in seconds, for which a short stream shows the link's bandwidth:
+of a longer one it shows the start of TCP."""
+
 CLOCK_S: Final = 5.0
 """Offset of two clocks, in seconds, from which it is a fault."""
 
@@ -59,7 +61,7 @@ HEADERS: Final = 52
 """Further bytes of such a packet: IP, TCP and its time stamp."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """The result of one check.
 
@@ -87,25 +89,26 @@ def way(peer: str, port: int | None = None, *, pings: bool = True) -> Generator[
     That nobody listens at the port is no fault.
     """
     host, address = socket.gethostname(), _resolved(peer)
-    is_loopback = address.startswith("127.") or address == "::1"
-    if not address or (is_loopback and peer not in (host, "localhost", address)):
+    is_loopback = address.startswith(interface.LOOPBACK)
+    names = (host, "localhost", address, socket.getfqdn()) if is_loopback else ()
+    if not address or (is_loopback and peer not in names):
         meaning = f"resolves to {address}, {host} itself," if address else "is unknown"
         line = f"replace '{address} {peer}' by" if address else "add"
         yield Finding(
-            check="name",
-            text=f"the name {peer} {meaning} on {host}",
+            "name",
+            f"the name {peer} {meaning} on {host}",
             cure=f"in /etc/hosts of {host}, {line} 'ADDRESS {peer}' with the address that `ip "
             f"-brief address` shows on {peer}, or use the address in place of the name",
             is_end=True,
             values={"address": address},
         )
         return
-    yield Finding(check="name", text=f"{peer} is {address}", values={"address": address})
+    yield Finding("name", f"{peer} is {address}", values={"address": address})
     source = interface.address_towards(address)
     if not source:
         yield Finding(
-            check="route",
-            text=f"{host} has no route to {peer} ({address})",
+            "route",
+            f"{host} has no route to {peer} ({address})",
             cure=f"give an interface of {host} an address in the network of {address} (`ip -brief "
             "address` lists interfaces; sudo ip address add ADDRESS/24 dev INTERFACE)",
             is_end=True,
@@ -117,10 +120,13 @@ def way(peer: str, port: int | None = None, *, pings: bool = True) -> Generator[
             values[name] = int(Path(f"/sys/class/net/{values['interface']}/{name}").read_text())
     rate = f", {values['speed']:,} Mbit/s" if values.get("speed", 0) > 0 else ""
     route = f"from {source} by {values['interface']}, MTU {values.get('mtu', 'unknown')}{rate}"
-    yield Finding(check="route", text=route, values=values)
-    times_s = ping(address) if pings else None
-    if times_s:
-        yield round_trip(times_s)
+    yield Finding("route", route, values=values)
+    if times_s := ping(address) if pings else []:
+        late_s = times_s[math.ceil(0.99 * len(times_s)) - 1]
+        values = {"least_s": times_s[0], "median_s": statistics.median(times_s), "p99_s": late_s}
+        names = ("least", "median", "99 %")
+        texts = (f"{name} {1e3 * s:.3g} ms" for name, s in zip(names, values.values(), strict=True))
+        yield Finding("round trip", ", ".join(texts), values=values)
     if port is not None:
         yield reach(peer, address, port, is_alive=bool(times_s))
 
@@ -153,10 +159,12 @@ def reach(peer: str, address: str, port: int, *, is_alive: bool = True) -> Findi
         f"firewall-cmd --zone=trusted --add-source={source}"
     )
     try:
+        begun_s = time.perf_counter()
         socket.create_connection((address, port), LIMIT_S).close()
-        return Finding(check="port", text=f"{where} is open")
+        values = {"connect_s": time.perf_counter() - begun_s}
+        return Finding("port", f"{where} is open", values=values)
     except ConnectionRefusedError:
-        return Finding(check="port", text=f"nobody listens at {where}; no firewall drops it")
+        return Finding("port", f"nobody listens at {where}; no firewall drops it")
     except OSError as error:
         if error.errno not in (errno.ENETUNREACH, errno.EHOSTUNREACH):
             text = f"connections to {where} get no answer in {LIMIT_S:g} s: a firewall drops them"
@@ -166,71 +174,29 @@ def reach(peer: str, address: str, port: int, *, is_alive: bool = True) -> Findi
         else:
             text = f"no host answers at {where}: {error.strerror}"
             cure = f"check that {peer} is on, its cable and its address (`ip -brief address` on it)"
-    return Finding(check="port", text=text, cure=cure, is_end=True)
+    return Finding("port", text, cure, is_end=True)
 
 
-def ping(address: str) -> list[float] | None:
-    """Return round-trip times of ICMP echoes in seconds, as `ping` has them; None if not allowed.
-
-    The kernel notes when an answer arrives, so that no wait for this process is counted.
-    """
-    for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
-        try:
-            probe = socket.socket(socket.AF_INET, kind, socket.IPPROTO_ICMP)
-        except OSError:  # the kernel allows it to root, or to groups of net.ipv4.ping_group_range
-            continue
-        with probe, suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, 35, 1)  # SO_TIMESTAMPNS
-            probe.connect((address, 0))
-            return _echoes(probe, kind == socket.SOCK_RAW)
-    return None
+def ping(address: str) -> list[float]:
+    """Return 20 sorted round-trip times of `ping` in seconds; none without an answer, or a ping."""
+    command = ["ping", "-n", "-c", "21", "-i", "0.01", "-W", "1", address]
+    with suppress(OSError):
+        done = subprocess.run(command, capture_output=True, text=True)
+        times_ms = re.findall(r"time=([\d.]+)", done.stdout)[
+            1:
+        ]  # the first asks who has the address
+        return sorted(float(ms) / 1e3 for ms in times_ms)
+    return []
 
 
-def _echoes(probe: socket.socket, is_raw: bool) -> list[float]:
-    times_s: list[float] = []
-    now_ns, send, number = time.time_ns, probe.send, os.getpid() & 0xFFFF
-    begun_s = time.monotonic()
-    for turn in range(1 + PINGS):
-        head = struct.pack("!BBHHH", 8, 0, 0, number, turn) + bytes(48)
-        total = sum(struct.unpack(f"!{len(head) // 2}H", head))
-        total = (total & 0xFFFF) + (total >> 16)
-        packet = head[:2] + struct.pack("!H", ~(total + (total >> 16)) & 0xFFFF) + head[4:]
-        now_ns()  # else its first call after a sleep would be counted
-        sent_ns = now_ns()
-        send(packet)
-        until_s = time.monotonic() + LIMIT_S / 3
-        while (left_s := until_s - time.monotonic()) > 0:
-            probe.settimeout(left_s)
-            try:
-                data, extra, *_ = probe.recvmsg(256, 256)
-            except TimeoutError:
-                break
-            answer = data[(data[0] & 15) * 4 :] if is_raw else data
-            kind, _, _, of, sequence = struct.unpack("!BBHHH", answer[:8])
-            if kind == 0 and sequence == turn and (of == number or not is_raw):
-                seconds, nanoseconds = struct.unpack("qq", extra[0][2][:16])
-                if turn:  # the first also asks for the address of the host's card
-                    times_s.append((seconds * 10**9 + nanoseconds - sent_ns) / 1e9)
-                break
-        if time.monotonic() - begun_s > LIMIT_S or (not times_s and turn):
-            break
-        time.sleep(0.01)
-    return times_s
+def listening(port: int) -> socket.socket:
+    """Return a socket that listens at a port of all interfaces; OSError: it is taken."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
-def round_trip(times_s: Sequence[float]) -> Finding:
-    """Return the finding of round-trip times in seconds."""
-    ordered = sorted(times_s)
-    late_s = ordered[math.ceil(0.99 * len(ordered)) - 1]
-    values = {"least_s": ordered[0], "median_s": statistics.median(ordered), "p99_s": late_s}
-    texts = (
-        f"{name} {1e3 * s:.3g} ms"
-        for name, s in zip(("least", "median", "99 %"), values.values(), strict=True)
-    )
-    return Finding(check="round trip", text=", ".join(texts), values=values)
-
-
-class Responder(socketserver.ThreadingTCPServer):
+class Responder:
     """Answers the checks of another host on a port of this one, in threads, until it is closed.
 
     A connection asks one thing, in a line:
@@ -240,43 +206,43 @@ class Responder(socketserver.ThreadingTCPServer):
         send SECONDS BYTES    sends at most so long and so much
     """
 
-    allow_reuse_address = daemon_threads = True
-    block_on_close = False
-    request_queue_size = 32
-
     def __init__(self, port: int = 0) -> None:
         """Listen on `port` of all interfaces; 0 takes a free one. OSError: it is taken."""
-        super().__init__(("", port), _Answer)
-        self.port: int = self.server_address[1]
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        self._listener = listening(port)
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
         """Answer no further connection."""
-        self.shutdown()
-        self.server_close()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait for a connection
+        self._listener.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                connection, _ = self._listener.accept()
+                threading.Thread(target=_answer, args=(connection,), daemon=True).start()
 
 
-class _Answer(socketserver.BaseRequestHandler):
-    @override
-    def handle(self) -> None:
-        connection: socket.socket = self.request
-        with suppress(OSError, ValueError):
-            connection.settimeout(4 * LIMIT_S)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            line = b""
-            while not line.endswith(b"\n"):  # byte by byte: what follows is data
-                line += (byte := connection.recv(1))
-                if not byte or len(line) > 100:
-                    return
-            command, *numbers = line.decode().split()
-            if command == "time":
-                connection.sendall(f"{time.time()!r}\n".encode())
+def _answer(connection: socket.socket) -> None:
+    with connection, suppress(OSError, ValueError, IndexError):
+        connection.settimeout(4 * LIMIT_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        line = b""
+        while not line.endswith(b"\n"):  # byte by byte: what follows is data
+            line += (byte := connection.recv(1))
+            if not byte or len(line) > 100:
                 return
-            seconds, num_bytes = min(float(numbers[0]), 10.0), int(numbers[1])
-            if command == "take":
-                connection.sendall(f"{_take(connection, seconds, num_bytes)!r}\n".encode())
-            elif command == "send":
-                _send(connection, seconds, num_bytes)
+        command, *numbers = line.decode().split()
+        if command == "time":
+            connection.sendall(f"{time.time()!r}\n".encode())
+            return
+        seconds, num_bytes = min(float(numbers[0]), 10.0), int(numbers[1])
+        if command == "take":
+            connection.sendall(f"{_take(connection, seconds, num_bytes)!r}\n".encode())
+        elif command == "send":
+            _send(connection, seconds, num_bytes)
 
 
 def _take(connection: socket.socket, seconds: float, num_bytes: int) -> float:
@@ -331,22 +297,22 @@ def passing(peer: str, address: str, port: int) -> Generator[Finding]:
     Raises:
         OSError: the responder does not answer.
     """
-    host = socket.gethostname()
-    yield _packets(host, peer, address, port)
-    sent_s = time.time()
+    host, sent_s = socket.gethostname(), time.time()
     with asking(address, port, "time") as connection:
+        most = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
         offset_s = _number(connection) - (sent_s + time.time()) / 2
+    yield _packets(host, peer, address, port, most)
     size = f"{abs(offset_s):,.0f}" if abs(offset_s) > CLOCK_S else f"{abs(offset_s):.3g}"
     ahead = f"{size} s {'ahead of' if offset_s > 0 else 'behind'}"
     yield Finding(
-        check="clock",
-        text=f"the clock of {peer} is {ahead} the clock of {host}",
+        "clock",
+        f"the clock of {peer} is {ahead} the clock of {host}",
         cure="set both by: sudo timedatectl set-ntp true" if abs(offset_s) > CLOCK_S else "",
         values={"offset_s": offset_s},
     )
 
 
-def _packets(host: str, peer: str, address: str, port: int) -> Finding:
+def _packets(host: str, peer: str, address: str, port: int, most: int) -> Finding:
     """Check that full packets pass both ways; if they vanish, find the largest that do not."""
 
     def passes(size: int, is_to: bool) -> bool:
@@ -354,14 +320,12 @@ def _packets(host: str, peer: str, address: str, port: int) -> Finding:
             command = f"{'take' if is_to else 'send'} 1 {size}"
             with asking(address, port, command) as connection:
                 connection.settimeout(LIMIT_S / 2)
-                if not is_to:
-                    return len(connection.recv(size, socket.MSG_WAITALL)) == size
+                if not is_to:  # a router may have asked for smaller packets: several arrive
+                    return len(connection.makefile("rb").read(size)) == size
                 connection.sendall(bytes(size))  # one packet, so that no card splits it later
                 return _number(connection) > 0
         return False
 
-    with asking(address, port, "time") as connection:
-        most = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
     sizes = [size for size in PACKETS if size < most]
     for source, target, is_to in ((host, peer, True), (peer, host, False)):
         if passes(most, is_to):
@@ -372,22 +336,22 @@ def _packets(host: str, peer: str, address: str, port: int) -> Finding:
             raise TimeoutError(errno.ETIMEDOUT, f"{peer} does not answer")
         largest = sizes[which.index(True)]
         return Finding(
-            check="MTU",
-            text=f"packets from {source} to {target} with more than {largest} bytes of data "
+            "MTU",
+            f"packets from {source} to {target} with more than {largest} bytes of data "
             f"vanish, up to {most} that both hosts allow",
             cure=f"set one MTU on all hosts and switches; until then, on {host} and {peer}: sudo "
             f"ip link set dev INTERFACE mtu {largest + HEADERS}",
             is_end=True,
         )
-    return Finding(check="MTU", text=f"packets of {most + HEADERS} bytes pass both ways")
+    return Finding("MTU", f"packets of {most + HEADERS} bytes pass both ways")
 
 
 def bandwidth(
-    peer: str, address: str, port: int, *, num_bytes: int = 1 << 20, tries: int = 5
+    peer: str, address: str, port: int, *, seconds: float, num_bytes: int, tries: int
 ) -> Finding:
     """Measure the bandwidth of TCP to a host whose `Responder` is at a port, and back.
 
-    Streams end after a second, or `num_bytes`. A busy host may hold one back, while a slow link is
+    Streams end after `seconds`, or `num_bytes`. A busy host may hold one back, while a slow link is
     slow each time: the best of `tries` counts.
 
     Raises:
@@ -395,16 +359,16 @@ def bandwidth(
     """
     host, to_s, from_s, cure = socket.gethostname(), 0.0, 0.0, ""
     while tries > 0:
-        with asking(address, port, f"take 1 {num_bytes}") as connection:
-            _send(connection, 1.0, num_bytes)
+        with asking(address, port, f"take {seconds} {num_bytes}") as connection:
+            _send(connection, seconds, num_bytes)
             to_s = max(to_s, _number(connection))
-        with asking(address, port, f"send 1 {num_bytes}") as connection:
-            from_s = max(from_s, _take(connection, 1.0, num_bytes))
+        with asking(address, port, f"send {seconds} {num_bytes}") as connection:
+            from_s = max(from_s, _take(connection, seconds, num_bytes))
         cure = cure_of_slow(host, peer, to_s, from_s)
         tries = tries - 1 if cure else 0
     return Finding(
-        check="TCP",
-        text=both_ways(host, peer, to_s, from_s),
+        "TCP",
+        both_ways(host, peer, to_s, from_s),
         cure=cure,
         values={"to_bytes_per_s": to_s, "from_bytes_per_s": from_s},
     )
@@ -459,39 +423,44 @@ def explained(env: RankEnv) -> Generator[None]:
 def check_links(store: Store, env: RankEnv, address: str) -> None:
     """Check the links of this host before the ranks connect; every rank of the job calls this.
 
-    The first rank of each host connects to the next host and measures the link, both ways. It
-    reports slow links and clocks.
+    The first rank of each host connects to the next host and measures the link, both ways, unless
+    the address of that host is unknown (""). It reports slow links and clocks.
 
     Raises:
         TrainingError: connections to the next host do not pass, or large packets vanish; the first
-            ranks of both hosts raise it.
+            ranks of both hosts raise it. Where `phalanx launch` may start the job again, the former
+            is a PeerLost.
     """
     if env.local_rank or env.num_here == env.num_ranks:
         return
     # first ranks     0 --> 2 --> 4 --> 0       of three hosts of two ranks
     # of two hosts, only the first measures the link
-    following = env.here.stop % env.num_ranks
-    responder, host, fault = Responder(), socket.gethostname(), ""
-    store.set(f"{env.rank}", json.dumps([host, address, responder.port, following]))
-    peer, address, port, after = json.loads(store.get(f"{following}"))
-    for finding in _of_run(peer, address, port, is_measured=env.rank == 0 or after != env.rank):
-        if finding.is_end:
-            fault = str(finding)
-        elif finding.cure:
-            report(str(finding))
-    store.set(f"{following} is checked", fault)
-    fault = fault or store.get(f"{env.rank} is checked").decode()
-    responder.close()
+    following, host, fault = env.here.stop % env.num_ranks, socket.gethostname(), ""
+    with closing(Responder()) as responder:
+        store.set(f"{env.rank}", json.dumps([host, address, responder.port, following]))
+        peer, address, port, after = json.loads(store.get(f"{following}"))
+        is_measured = env.rank == 0 or after != env.rank
+        for finding in _of_run(peer, address, port, is_measured) if address else ():
+            if finding.is_end:
+                fault = f"{finding.check}: {finding}"
+            elif finding.cure:
+                report(str(finding))
+        store.set(f"{following} is checked", fault)
+        fault = fault or store.get(f"{env.rank} is checked").decode()
+    check, _, text = fault.partition(": ")
+    if check == "port" and launched() is not None:
+        report(text)
+        raise PeerLost(text)  # its host may be lost
     if fault:
-        raise TrainingError(fault)
+        raise TrainingError(text)
 
 
-def _of_run(peer: str, address: str, port: int, *, is_measured: bool) -> Iterator[Finding]:
-    finding = reach(peer, address, port)
-    yield finding
-    if is_measured and not finding.is_end:
+def _of_run(peer: str, address: str, port: int, is_measured: bool) -> Iterator[Finding]:
+    yield (reached := reach(peer, address, port))
+    if is_measured and not reached.is_end:
         try:
             yield from passing(peer, address, port)
-            yield bandwidth(peer, address, port)
+            if reached.values.get("connect_s", 1) < NEAR_S:
+                yield bandwidth(peer, address, port, seconds=0.15, num_bytes=1 << 20, tries=3)
         except OSError:  # cut since
             yield reach(peer, address, port)

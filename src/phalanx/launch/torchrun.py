@@ -206,7 +206,10 @@ def _join(env: RankEnv, store: Store, device: str, timeout_s: float) -> None:
     address = interface.choose(dist.PrefixStore("interface", store), env)
     try:
         with PULSE.doing("joining the job"):
-            link.check_links(dist.PrefixStore("links", store), env, address)
+            # NCCL may go by other interfaces than gloo, of which this process knows no address.
+            is_other = device == "cuda" and "NCCL_SOCKET_IFNAME" in os.environ
+            links = dist.PrefixStore("links", store)
+            link.check_links(links, env, "" if is_other else address)
             own_store = dist.PrefixStore("join", store)
             join.join(env.rank, env.num_ranks, store=own_store, device=device, timeout_s=timeout_s)
     except RuntimeError as error:
