@@ -191,7 +191,7 @@ def test_a_damaged_file_is_one_error_on_every_rank(copy: Path, name: str) -> Non
     assert_both_loads_say(copy, f"its file {name} is missing")
 
 
-@pytest.mark.parametrize("name", [FILES[1], manifest.NAME])
+@pytest.mark.parametrize("name", [pytest.param(FILES[1], marks=pytest.mark.slow), manifest.NAME])
 def test_a_damaged_checkpoint_names_the_older_ones(run: Path, tmp_path: Path, name: str) -> None:
     for steps_done in (100, 200, 300, 400, 500, 600):
         folder = manifest.folder_of(tmp_path, steps_done)

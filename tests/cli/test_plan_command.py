@@ -87,6 +87,7 @@ def test_a_strategy_that_does_not_fit_is_an_answer(capsys: pytest.CaptureFixture
     assert failed["text"] in text
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_nearest_is_first(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--model llama3-70b --cluster h100:2 --sequence 1024 --global-batch 2"
     text, found = planned(capsys, words)

@@ -96,6 +96,7 @@ def watch_of() -> Callable[[int], Watch]:
     return lambda rank: Watch(store.clone(), envs[rank], timeout_s=30)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_not_heard_of_is_named_once_a_host(
     watch_of: Callable[[int], Watch], monkeypatch: pytest.MonkeyPatch
 ) -> None:

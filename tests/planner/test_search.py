@@ -64,6 +64,7 @@ def check_rejected(asked: Question, found: Found) -> None:
         assert again == failed, failed
 
 
+@pytest.mark.slow
 def test_the_best_is_the_best_of_all() -> None:
     found = search(SMALL, wanted=3)
     fastest: dict[str, float] = {}
