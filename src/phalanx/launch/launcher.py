@@ -366,11 +366,6 @@ class JobLauncher:
         if is_first and self._signals:
             raise Interrupted(self._signals[0])
         whys = {remote: why for remote in new if (why := remote.why_not())}
-        for remote in new:
-            name = next(link.way(remote.host.name))
-            # ssh would reach this machine in place of the host: 127.0.1.1 in /etc/hosts.
-            if name.cure and name.values["address"] and not remote.host.is_local:
-                whys.setdefault(remote, str(name))
         if is_first and whys:
             raise ConfigError("\n".join(whys.values()))
         for remote, why in whys.items():
