@@ -10,11 +10,13 @@ import glob
 import importlib
 import importlib.util
 import json
+import math
 import os
 import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,9 @@ from phalanx.storage import hint_of_missing
 
 _METADATA = ("state.json", "dataset_dict.json", "dataset_info.json")
 """Files that `datasets` writes beside its tables."""
+
+MOST_PERIOD = 10**6
+"""Most samples after which the shares of a mixture repeat."""
 
 _NAMED = 3
 """Most files left out that are named, for each reason."""
@@ -62,6 +67,53 @@ class Document:
 
     name: str
     text: str
+
+
+def mixture_of(data: str | None) -> list[tuple[int, str | None]]:
+    """Return (share, path) of each source in a `data` setting; (1, data) if it is no mixture.
+
+    A mixture is WEIGHT*PATH,WEIGHT*PATH and so on, such as "0.7*web/,0.3*code/"; a share is a whole
+    number of samples in each period, here 7 and 3 of 10.
+
+    Raises:
+        DataError: a source has no weight, a weight is 0, or the period is over MOST_PERIOD.
+    """
+    pieces = [piece.strip() for piece in (data or "").split(",")]
+    parts = [re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*\*\s*(.+)", piece) for piece in pieces]
+    if len(pieces) == 1 or parts[0] is None or os.path.exists(str(data)):
+        return [(1, data)]
+    weights: list[Fraction] = []
+    for piece, part in zip(pieces, parts, strict=True):
+        if part is None or not (weight := Fraction(part[1])):
+            raise DataError(
+                f"{piece or 'a source'} of the mixture {data} has no weight; expected a number "
+                "above 0 for each source, such as 0.7*web/,0.3*code/"
+            )
+        weights.append(weight)
+    scale = math.lcm(*(weight.denominator for weight in weights))
+    shares = [int(weight * scale) for weight in weights]
+    shares = [share // math.gcd(*shares) for share in shares]
+    if sum(shares) > MOST_PERIOD:
+        raise DataError(
+            f"the weights of the mixture {data} are exact only over {sum(shares):,} samples; "
+            f"expected at most {MOST_PERIOD:,}: give a sum of 1, and at most six digits"
+        )
+    return [(share, part[2]) for share, part in zip(shares, parts, strict=True) if part is not None]
+
+
+def absolute(data: str) -> str:
+    """Return a `data` setting with absolute paths; addresses stay.
+
+    A path is not normalized, because `..` after a symbolic link is not the link's parent folder.
+    """
+    sources = mixture_of(data)
+    paths = [
+        path if "://" in str(path) else os.path.join(os.getcwd(), os.path.expanduser(str(path)))
+        for _, path in sources
+    ]
+    if len(sources) == 1:
+        return str(paths[0])
+    return ",".join(f"{share}*{path}" for (share, _), path in zip(sources, paths, strict=True))
 
 
 def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Document]:
@@ -108,8 +160,8 @@ def sources(path: str | None) -> list[tuple[str, Path]]:
     """
     if path is None:
         return _library_files()
-    root, files = _find_files(path)
-    chosen, others = _choose(files)
+    root, files = find_files(path)
+    chosen, others = choose(files)
     if not chosen:
         what = {f"{file.suffix or file.name} ({reason})" for file, reason in others}
         raise DataError(
@@ -120,15 +172,20 @@ def sources(path: str | None) -> list[tuple[str, Path]]:
 
 
 def left_out(path: str | None) -> str:
-    """Return the files of a corpus that `documents` does not read: number, reason, first names.
+    """Return the files of a corpus that `documents` does not read, see `words_on`."""
+    if path is None:
+        return ""
+    root, files = find_files(path)
+    return words_on(root, choose(files)[1])
+
+
+def words_on(root: Path, others: Sequence[tuple[Path, str]]) -> str:
+    """Return files that are not read in words: number, reason, and the first names below `root`.
 
     For example "2 files of unknown format (a.rst, b.gz)"; empty if there are none.
     """
-    if path is None:
-        return ""
-    root, files = _find_files(path)
     names: dict[str, list[str]] = {}
-    for file, reason in _choose(files)[1]:
+    for file, reason in others:
         names.setdefault(reason, []).append(file.relative_to(root).as_posix())
     return "; ".join(
         f"{len(some)} {'file' if len(some) == 1 else 'files'} {reason} "
@@ -137,7 +194,7 @@ def left_out(path: str | None) -> str:
     )
 
 
-def _choose(files: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
+def choose(files: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
     """Return the files to read, and the others with the reason.
 
     `Dataset.save_to_disk` lists its tables in state.json. `DatasetDict.save_to_disk` lists folders
@@ -195,7 +252,7 @@ def _read(name: str, file: Path, *, is_ours: bool) -> Iterator[Document]:
                 raise
 
 
-def _find_files(path: str) -> tuple[Path, list[Path]]:
+def find_files(path: str) -> tuple[Path, list[Path]]:
     """Return the folder to which document names are relative, and the files, sorted.
 
     For a glob the folder is its fixed part, so that names do not depend on its location.

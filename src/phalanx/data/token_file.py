@@ -11,8 +11,10 @@ so that the first token of each document is predicted from E.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,25 +30,41 @@ _VERSION = 1
 class TokenFile:
     """The header of a token file, small enough to send to other processes.
 
-    `num_tokens` includes separators, which have the id `end_id`; an id takes `width_bytes`, 2 or 4.
+    `num_tokens` includes separators, which have the id `end_id`; an id takes `width_bytes`, 1 to 8.
+    The ids start at `offset_bytes`. With `parts`, it stands for these files, one after another.
     """
 
     path: Path
     num_tokens: int
     end_id: int
     width_bytes: int
+    offset_bytes: int = _HEADER.size
+    parts: tuple[TokenFile, ...] = ()
 
-    def map(self) -> npt.NDArray[np.uint16] | npt.NDArray[np.uint32]:
-        """Map the ids into memory; pages are read on first access."""
+    @property
+    def leaves(self) -> list[TokenFile]:
+        """The files that this one stands for: itself without `parts`."""
+        return [leaf for part in self.parts for leaf in part.leaves] if self.parts else [self]
+
+    def map(self) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Map the ids of a file without parts into memory; pages are read on first access."""
         if self.num_tokens == 0:
             return np.zeros(0, dtype=np.uint16)  # a map cannot be empty
         return np.memmap(
             self.path,
             dtype=f"<u{self.width_bytes}",
             mode="r",
-            offset=_HEADER.size,
+            offset=self.offset_bytes,
             shape=(self.num_tokens,),
         )
+
+
+def joined(files: Sequence[TokenFile]) -> TokenFile:
+    """Return a file that stands for several, which have the same separator."""
+    if len(files) == 1:
+        return files[0]
+    num_tokens = sum(file.num_tokens for file in files)
+    return replace(files[0], num_tokens=num_tokens, parts=tuple(files))
 
 
 def open_token_file(path: Path) -> TokenFile:
@@ -105,7 +123,7 @@ class TokenWriter:
         """Write the separator that precedes a document."""
         self.write([self._end_id])
 
-    def write(self, ids: list[int]) -> None:
+    def write(self, ids: list[int] | npt.NDArray[Any]) -> None:
         """Append ids to the current document."""
         self._file.write(np.array(ids, dtype=f"<u{self._width_bytes}").data)
         self._num_tokens += len(ids)

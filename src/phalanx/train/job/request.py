@@ -29,7 +29,8 @@ from phalanx.config.fields import (
 )
 from phalanx.config.schema import JobConfig
 from phalanx.config.validate import AUTO, check
-from phalanx.data.corpus import sources
+from phalanx.data.corpus import absolute
+from phalanx.data.pretokenised import check_data
 from phalanx.errors import CheckpointError, ConfigError, nearest
 from phalanx.launch.launched import require_agent
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
@@ -127,8 +128,8 @@ class Request:
         for key in keys_for(TrainConfig, Use.PATH):
             if (path := value_at(config, key)) is not None:
                 # Not normalized: `..` after a symbolic link is not the link's parent folder.
-                path = os.path.join(os.getcwd(), os.path.expanduser(path))
-                config = with_value(config, key, path)
+                whole = os.path.join(os.getcwd(), os.path.expanduser(path))
+                config = with_value(config, key, absolute(path) if key == "data" else whole)
         return config
 
 
@@ -145,8 +146,7 @@ def settle(config: TrainConfig) -> Request:
     start, init = checkpoint_of(config.resume, "resume"), checkpoint_of(config.init, "init")
     if start is not None:
         start.about.check_optimizer()
-    if config.data is not None:
-        sources(config.data)
+    check_data(config.data)
     strategy, device = choose_strategy(config)
     if config.strategy == AUTO and config.batch.microbatch is None:
         config = with_value(config, "batch.microbatch", AUTO)

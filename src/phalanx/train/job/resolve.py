@@ -14,10 +14,9 @@ from phalanx.checkpoint.manifest import Manifest, incomplete_after
 from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, keys_for, value_at
 from phalanx.config.validate import check_warmup
-from phalanx.data.corpus import left_out
 from phalanx.data.loader import total_steps
 from phalanx.data.order import Order
-from phalanx.data.samples import Samples
+from phalanx.data.samples import Samples, count_samples
 from phalanx.data.survey import Progress
 from phalanx.data.tokens import TokenFiles, prepare
 from phalanx.errors import ConfigError, DataError
@@ -125,6 +124,12 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
     about = None if start is None else start.about
     first = first_epoch(config, about, tokens.train.num_tokens)
     order = Order(len(samples), config.seed, config.corpus.shuffle, first)
+    sizes = [count_samples(file, config.corpus.seq_len) for file in tokens.train.parts]
+    if tokens.shares and 0 in sizes:
+        raise DataError(
+            f"{tokens.names[sizes.index(0)]} leaves no sample to train on; leave it out"
+        )
+    order = order.mixed(sizes, tokens.shares)
     done, consumed = request.done
     num_steps = DEFAULT_STEPS if config.steps is None else config.steps  # done ones included
     if config.epochs is not None:
@@ -226,9 +231,9 @@ def words_of(job: Job) -> list[str]:
     tokens, weights = job.tokens, ""
     if job.weights_folder is not None:
         weights = f" from {job.weights_folder}"
-    if skipped := left_out(job.config.data):
-        skipped = f" (left out: {skipped})"
+    skipped = f" (left out: {tokens.left_out})" if tokens.left_out else ""
     held, epochs = tokens.validation.num_tokens, f"{num_epochs(job):.2g}"
+    reads = ", ".join(f"{name} is read {times:.2g} times" for name, times in _reads(job))
     return [
         *job.choice,
         f"{job.name} ({num_parameters(job.shape).total:,} parameters){weights}; {job.strategy} on "
@@ -237,7 +242,8 @@ def words_of(job: Job) -> list[str]:
         f"bytes in {_count(tokens.num_documents, 'document')}{skipped}, "
         f"{tokens.train.num_tokens:,} tokens to train on and {held:,} to validate; "
         f"{_count(job.num_steps, 'step')} "
-        f"{'is' if job.num_steps == 1 else 'are'} {epochs} epoch{'' if epochs == '1' else 's'}",
+        f"{'is' if job.num_steps == 1 else 'are'} {epochs} epoch{'' if epochs == '1' else 's'}"
+        f"{f' ({reads})' if reads else ''}",
     ]
 
 
@@ -247,9 +253,21 @@ def _count(number: int, what: str) -> str:
 
 def num_epochs(job: Job) -> float:
     """Return the epochs of the whole run; steps done count the samples that they consumed."""
+    return job.order.first_epoch + _num_rows(job) / job.order.num_samples
+
+
+def _num_rows(job: Job) -> int:
     done, consumed = job.done
-    rows = consumed + max(0, job.num_steps - done) * job.batch.global_size
-    return job.order.first_epoch + rows / job.order.num_samples
+    return consumed + max(0, job.num_steps - done) * job.batch.global_size
+
+
+def _reads(job: Job) -> list[tuple[str, float]]:
+    """Return the name of each source of a mixture, and how many times the run reads it."""
+    order, per_share = job.order, _num_rows(job) / max(1, sum(job.order.shares))
+    return [
+        (name, order.first_epoch + per_share * share / source.num_samples)
+        for name, source, share in zip(job.tokens.names, order.sources, order.shares, strict=True)
+    ]
 
 
 def remarks_on(job: Job) -> list[str]:
@@ -283,8 +301,14 @@ def remarks_on(job: Job) -> list[str]:
                 f"after step {job.done[0]}, samples have {job.config.corpus.seq_len} tokens and "
                 f"epoch {job.order.first_epoch + 1} starts"
             )
+    for name, times in _reads(job):
+        if times > MANY_EPOCHS:
+            lines.append(
+                f"{name} is read {times:.2g} times; beyond about {MANY_EPOCHS} a model memorizes "
+                "the text instead of learning from it; lower its weight"
+            )
     passes = num_epochs(job)
-    if job.config.epochs is None and passes > MANY_EPOCHS:
+    if job.config.epochs is None and not job.order.sources and passes > MANY_EPOCHS:
         done, consumed = job.done
         left = total_steps(job.order, job.batch.global_size, MANY_EPOCHS, consumed=consumed)
         lines.append(

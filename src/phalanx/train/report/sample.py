@@ -25,7 +25,7 @@ TEMPERATURE = 0.8
 def opening(tokens: TokenFiles, tokenizer: Tokenizer) -> str:
     """Return the first words of the validation text; of the training text if there is none."""
     file = tokens.validation if tokens.validation.num_tokens > 1 else tokens.train
-    text = tokenizer.decode(file.map()[1:_OPENING_TOKENS].tolist()).strip(BROKEN)
+    text = tokenizer.decode(file.leaves[0].map()[1:_OPENING_TOKENS].tolist()).strip(BROKEN)
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     if len(line) <= _PROMPT_CHARACTERS:
         return line
