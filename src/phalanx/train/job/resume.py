@@ -265,7 +265,7 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
     differing = [
         name
         for name, value in ours.items()
-        if before.get(name) != value and name != "corpus.seq_len"
+        if before.get(name) != value and (name != "corpus.seq_len" or tokens.shares)
     ]
     run = manifest.run_of(start.folder) or start.folder
     gone = ""
