@@ -36,7 +36,7 @@ from phalanx.data.records import (
 from phalanx.errors import DataError
 from phalanx.storage import hint_of_missing
 
-_METADATA = ("state.json", "dataset_dict.json", "dataset_info.json")
+METADATA = ("state.json", "dataset_dict.json", "dataset_info.json")
 """Files that `datasets` writes beside its tables."""
 
 MOST_PERIOD = 10**6
@@ -106,14 +106,14 @@ def absolute(data: str) -> str:
 
     A path is not normalized, because `..` after a symbolic link is not the link's parent folder.
     """
-    sources = mixture_of(data)
-    paths = [
-        path if "://" in str(path) else os.path.join(os.getcwd(), os.path.expanduser(str(path)))
-        for _, path in sources
-    ]
-    if len(sources) == 1:
-        return str(paths[0])
-    return ",".join(f"{share}*{path}" for (share, _), path in zip(sources, paths, strict=True))
+    pieces = [data] if len(mixture_of(data)) == 1 else data.split(",")
+    whole: list[str] = []
+    for piece in pieces:
+        weight, star, path = piece.partition("*") if len(pieces) > 1 else ("", "", piece)
+        if "://" not in path:
+            path = os.path.join(os.getcwd(), os.path.expanduser(path.strip()))
+        whole.append(weight + star + path)
+    return ",".join(whole)
 
 
 def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Document]:
@@ -212,7 +212,7 @@ def choose(files: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
             tables |= {file.parent / split: [] for split in splits if split != read}
     for file in files:
         kind, listed = format_of(file), tables.get(file.parent)
-        if file.name in _METADATA and (listed is not None or file.name == "dataset_info.json"):
+        if file.name in METADATA and (listed is not None or file.name == "dataset_info.json"):
             continue
         if not file.is_file():  # a read from a named pipe would block forever
             others.append((file, "that are not regular"))

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 from typing_extensions import override
 
-from phalanx.data.corpus import FIELD, choose, find_files, mixture_of, sources, words_on
+from phalanx.data.corpus import FIELD, choose, find_files, words_on
 from phalanx.data.records import TABLES, batches, unreadable
 from phalanx.data.survey import Corpus, TextStats
 from phalanx.data.token_file import TokenFile, TokenWriter, joined, open_token_file
@@ -34,7 +34,9 @@ from phalanx.errors import DataError
 IDS: Final = "input_ids"
 """Name of a table's column of ids."""
 
-_ARRAYS: Final = (".bin", ".npy", ".idx")
+ARRAYS: Final = (".bin", ".npy", ".idx")
+"""Suffixes of files of ids and of an index."""
+
 _INDEX: Final = struct.Struct("<9sQBQQ")  # magic, version, type, number of sequences, of documents
 _MAGIC: Final = b"MMIDIDX\0\0"
 _WIDTHS: Final = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # Megatron's types of integers
@@ -60,21 +62,10 @@ def files_of_ids(path: str | None) -> list[tuple[str, Path]]:
             columns = next((batch.schema.names for batch in rows), [])
         arrays = tables if IDS in columns and FIELD not in columns else []
     else:
-        arrays = [file for file in files if file.suffix.lower() in _ARRAYS and file.is_file()]
+        arrays = [file for file in files if file.suffix.lower() in ARRAYS and file.is_file()]
         if chosen and not any(f.parent == root and f.stem.startswith("train") for f in arrays):
             arrays = []
     return [(file.relative_to(root).as_posix(), file) for file in arrays]
-
-
-def check_data(data: str | None) -> None:
-    """Check that the sources of a `data` setting exist and have files that can be read.
-
-    Raises:
-        DataError: they do not.
-    """
-    for _, path in mixture_of(data):
-        if path is not None and not files_of_ids(path):
-            sources(path)
 
 
 @dataclass

@@ -234,7 +234,7 @@ def stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
         "text": tokens.text_digest,
         "text bytes": tokens.num_bytes,
         "tokenizer": tokens.tokenizer_digest,
-        **({"shares of the mixture": list(tokens.shares)} if tokens.shares else {}),
+        **({"mixture": list(tokens.shares)} if tokens.shares else {}),
         **{key: value_at(config, key) for key in keys_for(TrainConfig, Use.DATA_ORDER)},
     }
 
