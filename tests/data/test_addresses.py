@@ -106,7 +106,7 @@ def test_requests_that_fail_or_stall_are_repeated(
 
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
-    with pytest.raises(DataError, match=r"s3://b/web: .*pip install 'phalanx-train\[objects\]'"):
+    with pytest.raises(DataError, match=r"s3://b/web: .*: pip install s3fs"):
         check_data("0.5*s3://b/web,0.5*memory://b/code")
     with pytest.raises(DataError, match="Protocol not known: nowhere"):
         check_data("nowhere://b/web")

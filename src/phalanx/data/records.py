@@ -1,8 +1,7 @@
 """Records of a file: the rows of .jsonl, .json, .parquet and .arrow as dicts, each with its place.
 
-FORMATS     .jsonl one object a line; .json a list of objects; .parquet; .arrow as `datasets`
-            saves it, mapped into memory; .txt .md .py have text and no records
-PACKED      each of them but .parquet and .arrow may end with .gz or .zst besides
+.jsonl has an object a line, .json a list of objects; .arrow is what `datasets` saves, mapped into
+memory. All but the tables may be compressed, such as .jsonl.gz. TEXTS are whole files of text.
 """
 
 from __future__ import annotations
@@ -18,29 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
-from typing_extensions import override
-
 from phalanx.errors import DataError, nearest
 
 TEXTS: Final = (".txt", ".md", ".py")
-"""Suffixes of files that are one text each."""
-
 TABLES: Final = (".parquet", ".arrow")
-"""Suffixes of tables of rows and columns."""
-
 FORMATS: Final = (*TEXTS, ".jsonl", ".json", *TABLES)
-"""Suffixes of the files that can be read."""
-
 PACKED: Final = (".gz", ".zst")
-"""Suffixes that may follow those of text and JSON."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A row of a file; `name` is the file's relative name with `:line` or `:row`, from 1.
-
-    `place` is the file with its line or row, for messages.
-    """
+    """A row: `name` is the file's name and `:row`, from 1; `place` has file and row in words."""
 
     name: str
     place: str
@@ -49,42 +36,31 @@ class Record:
 
 def format_of(file: Path) -> str | None:
     """Return the suffix among FORMATS that says how to read a file, or None."""
-    suffixes = [suffix.lower() for suffix in file.suffixes]
-    if suffixes and suffixes[-1] in PACKED:
-        return suffixes[-2] if suffixes[-2:-1] and suffixes[-2] in FORMATS[:-2] else None
-    return suffixes[-1] if suffixes and suffixes[-1] in FORMATS else None
+    *_, before, last = "", "", *(suffix.lower() for suffix in file.suffixes)
+    kind = before if last in PACKED else last
+    return kind if kind in FORMATS and not (last in PACKED and kind in TABLES) else None
 
 
 def read_records(file: Path, name: str, columns: Sequence[str] | None = None) -> Iterator[Record]:
-    """Yield the records of a file in order, and hold one batch of rows in memory.
-
-    A .json file is read whole.
+    """Yield the records of a file in order; only a .json file is read whole.
 
     Args:
         file: a file of JSON, or a table.
         name: the file's name in the names of the records.
-        columns: the only columns of a table to read, which must exist; None for all.
+        columns: fields that each record must have; of a table the only ones that are read.
 
     Raises:
-        DataError: the file cannot be read, is damaged, or has no records.
+        DataError: the file cannot be read or is damaged, or a record is none or lacks a field.
     """
-    if format_of(file) == ".jsonl":
-        yield from _lines(file, name)
-    elif format_of(file) == ".json":
-        with open_unpacked(file) as opened:
-            records = _parsed(decode(opened.read(), file), f"{file}", "a list of records")
-        if not isinstance(records, list):
-            raise DataError(f"{file} is a {type(records).__name__}; expected a list of records")
-        for number, fields in enumerate(records, start=1):
-            yield _record(fields, f"{name}:{number}", f"{file}, record {number}")
-    else:
-        yield from _rows(file, name, columns)
-
-
-def is_list(file: Path) -> bool:
-    """Return whether a .json file begins as a list does."""
-    with open_unpacked(file) as opened:
-        return opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"[", b"")
+    kind = format_of(file)
+    read = {".jsonl": _lines, ".json": _list}.get(kind or "")
+    unit = {".jsonl": "line", ".json": "record"}.get(kind or "", "row")
+    for number, fields in _rows(file, columns) if read is None else read(file):
+        place = f"{file}, {unit} {number}"
+        if not isinstance(fields, dict):
+            raise DataError(f"{place} is a {type(fields).__name__}; expected an object with fields")
+        check_columns(columns or (), list(fields), place)
+        yield Record(f"{name}:{number}", place, fields)
 
 
 @contextmanager
@@ -94,49 +70,19 @@ def open_unpacked(file: Path) -> Generator[IO[bytes]]:
     Raises:
         DataError: the file cannot be read, or its compressed content is damaged or cut short.
     """
-    kind, damages = file.suffix.lower(), [EOFError, zlib.error, gzip.BadGzipFile]
+    kind = file.suffix.lower()
     try:
         with file.open("rb") as raw:
-            if kind == ".gz":
-                with gzip.GzipFile(fileobj=raw) as unpacked:
-                    yield io.BufferedReader(unpacked, 1 << 17)  # type: ignore[arg-type]
-            elif kind == ".zst":
-                zstandard = require("zstandard", "zstd", file)
-                damages.append(zstandard.ZstdError)
-                yield io.BufferedReader(_Zstd(raw, zstandard), 1 << 17)
+            if kind == ".zst":
+                arrow = require("pyarrow", "parquet", file)
+                unpacked = arrow.CompressedInputStream(arrow.PythonFile(raw), "zstd")
+                yield io.BufferedReader(unpacked)  # type: ignore[arg-type]
             else:
-                yield raw
-    except tuple(damages) as error:
+                yield gzip.GzipFile(fileobj=raw) if kind == ".gz" else raw  # type: ignore[misc]
+    except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise unreadable(file, error) from error
         raise DataError(f"{file} is not a {kind} file, or it is damaged: {error}") from error
-    except OSError as error:
-        raise unreadable(file, error) from error
-
-
-class _Zstd(io.RawIOBase):
-    """Decompresses frames; unlike zstandard's own reader, it raises where a frame is cut short."""
-
-    def __init__(self, file: IO[bytes], zstandard: Any) -> None:
-        self._file, self._library, self._frame, self._left = file, zstandard, None, b""
-        self._text = memoryview(b"")
-
-    @override
-    def readable(self) -> bool:
-        return True
-
-    @override
-    def readinto(self, buffer: Any) -> int:
-        while not self._text:
-            self._left = self._left or self._file.read(1 << 17)
-            if not self._left:
-                if self._frame is not None:
-                    raise EOFError("the file ended before the end of its last frame")
-                return 0
-            frame: Any = self._frame or self._library.ZstdDecompressor().decompressobj()
-            self._text = memoryview(frame.decompress(self._left))
-            self._frame, self._left = (None, frame.unused_data) if frame.eof else (frame, b"")
-        size = min(len(buffer), len(self._text))
-        buffer[:size], self._text = self._text[:size], self._text[size:]
-        return size
 
 
 def require(package: str, extra: str, file: object) -> Any:
@@ -172,11 +118,7 @@ def refuse_zero(raw: bytes, file: Path, start: int) -> None:
 
 
 def decode(raw: bytes, file: Path, start: int = 0) -> str:
-    """Decode UTF-8; `start` is the offset of `raw` in the file, for the error message.
-
-    Raises:
-        DataError: the bytes are not UTF-8, or have a NUL.
-    """
+    """Decode UTF-8; `start` is the offset of `raw` in the file, for the error message."""
     refuse_zero(raw, file, start)
     try:
         return raw.decode("utf-8").removeprefix("\ufeff")
@@ -187,14 +129,31 @@ def decode(raw: bytes, file: Path, start: int = 0) -> str:
         ) from error
 
 
-def _lines(file: Path, name: str) -> Iterator[Record]:
+def check_columns(wanted: Sequence[str], columns: Sequence[str], place: str) -> None:
+    """Raise DataError if a table or a record lacks a column."""
+    for column in wanted:
+        if column not in columns:
+            raise DataError(
+                f"{place} has no field '{column}'{nearest(column, columns)}; its fields are "
+                f"{', '.join(map(repr, columns)) or 'none'}"
+            )
+
+
+def _list(file: Path) -> Iterator[tuple[int, Any]]:
+    with open_unpacked(file) as opened:
+        records = _parsed(decode(opened.read(), file), f"{file}", "a list of records")
+    if not isinstance(records, list):
+        raise DataError(f"{file} is a {type(records).__name__}; expected a list of records")
+    yield from enumerate(records, start=1)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, Any]]:
     offset = 0
     with open_unpacked(file) as lines:
         for number, raw in enumerate(lines, start=1):
             if raw.strip():
-                place = f"{file}, line {number}"
-                fields = _parsed(decode(raw, file, offset), place, "one object a line")
-                yield _record(fields, f"{name}:{number}", place)
+                text = decode(raw, file, offset)
+                yield number, _parsed(text, f"{file}, line {number}", "one object a line")
             offset += len(raw)
 
 
@@ -208,71 +167,42 @@ def _parsed(text: str, place: str, expected: str) -> Any:
         raise DataError(f"{place} is not valid JSON: {what}; expected {expected}") from error
 
 
-def _record(fields: Any, name: str, place: str) -> Record:
-    if not isinstance(fields, dict):
-        raise DataError(f"{place} is a {type(fields).__name__}; expected an object with fields")
-    return Record(name, place, fields)
-
-
-def _rows(file: Path, name: str, columns: Sequence[str] | None) -> Iterator[Record]:
-    """Yield the rows of a table."""
+def _rows(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[int, Any]]:
     row = 0
     with batches(file, columns) as tables:
         for table in tables:
             try:
-                values: list[dict[str, Any]] = table.to_pylist()
+                yield from enumerate(table.to_pylist(), start=row + 1)
             except UnicodeDecodeError as error:
                 raise DataError(
                     f"{file}, rows {row + 1} to {row + table.num_rows}: a string is not UTF-8: "
                     f"{error.reason}; convert it to UTF-8"
                 ) from error
-            for fields in values:
-                row += 1
-                yield Record(f"{name}:{row}", f"{file}, row {row}", fields)
+            row += table.num_rows
 
 
 @contextmanager
 def batches(file: Path, columns: Sequence[str] | None = None) -> Generator[Iterator[Any]]:
-    """Open a table; its record batches of pyarrow have at most 1,024 rows, and only `columns`.
+    """Open a table; yield its record batches of pyarrow, with `columns` alone if they are given.
 
     Raises:
         DataError: the file cannot be read, is damaged, or has no such column.
     """
-    kind = file.suffix.lower()
-    arrow = require("pyarrow", "parquet", file)
+    arrow, kind = require("pyarrow", "parquet", file), file.suffix.lower()
     try:
         if kind == ".parquet":
             with require("pyarrow.parquet", "parquet", file).ParquetFile(file) as table:
                 check_columns(columns or (), table.schema_arrow.names, f"{file}")
                 yield table.iter_batches(batch_size=1024, columns=columns)
-        else:
-            with arrow.memory_map(str(file)) as mapped:
-                try:
-                    reader = arrow.ipc.open_stream(mapped)
-                except arrow.ArrowInvalid:  # the format of a file with an index, as of Feather
-                    mapped.seek(0)
-                    reader = arrow.ipc.open_file(mapped)
-                check_columns(columns or (), reader.schema.names, f"{file}")
-                yield _cut(reader, columns)
+            return
+        with arrow.memory_map(str(file)) as mapped:
+            is_stream = mapped.read(6) != b"ARROW1"  # else with an index at the end, as Feather has
+            mapped.seek(0)
+            reader = (arrow.ipc.open_stream if is_stream else arrow.ipc.open_file)(mapped)
+            check_columns(columns or (), reader.schema.names, f"{file}")
+            every = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+            yield (batch.select(columns or reader.schema.names) for batch in every)
     except (OSError, arrow.ArrowException) as error:  # pyarrow raises OSError for bad content
         if isinstance(error, OSError) and error.errno is not None:
             raise unreadable(file, error) from error
         raise DataError(f"{file} is not a {kind[1:]} file, or it is damaged: {error}") from error
-
-
-def _cut(reader: Any, columns: Sequence[str] | None) -> Iterator[Any]:
-    is_stream = not hasattr(reader, "num_record_batches")
-    every = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
-    for batch in every:
-        chosen = batch if columns is None else batch.select(list(columns))
-        yield from (chosen.slice(at, 1024) for at in range(0, chosen.num_rows, 1024))
-
-
-def check_columns(wanted: Sequence[str], columns: Sequence[str], place: str) -> None:
-    """Raise DataError if a table or a record lacks a column."""
-    for column in wanted:
-        if column not in columns:
-            raise DataError(
-                f"{place} has no field '{column}'{nearest(column, columns)}; its fields are "
-                f"{', '.join(map(repr, columns)) or 'none'}"
-            )
