@@ -67,19 +67,19 @@ def test_stream_is_the_epochs_one_after_the_other() -> None:
     assert plain.tolist() == [5, 6, 0, 1, 2]
 
 
-@given(shares=st.lists(st.integers(1, 40), min_size=2, max_size=7))
-def test_a_mixture_is_within_a_sample_of_its_shares_in_every_prefix(shares: list[int]) -> None:
-    period = sum(shares)
-    source, nth = pattern_of(tuple(shares))
-    for number, share in enumerate(shares):
+@given(weights=st.lists(st.integers(1, 40), min_size=2, max_size=7))
+def test_a_mixture_is_within_a_sample_of_its_shares_in_every_prefix(weights: list[int]) -> None:
+    period = sum(weights)
+    source, nth = pattern_of(tuple(weights))
+    for number, weight in enumerate(weights):
         mine = source == number
         taken = np.cumsum(mine)  # of the first 1, 2, ... positions
-        assert (np.abs(taken * period - np.arange(1, period + 1) * share) < period).all()
-        assert taken[-1] == share and nth[mine].tolist() == list(range(share))
+        assert (np.abs(taken * period - np.arange(1, period + 1) * weight) < period).all()
+        assert taken[-1] == weight and nth[mine].tolist() == list(range(weight))
 
 
 @pytest.mark.parametrize(
-    "shares",
+    "weights",
     [
         (7, 3),
         pytest.param((50, 25, 20, 5), marks=pytest.mark.slow),
@@ -88,13 +88,13 @@ def test_a_mixture_is_within_a_sample_of_its_shares_in_every_prefix(shares: list
         pytest.param((1,) * 64, marks=pytest.mark.slow),
     ],
 )
-def test_shares_are_exact_over_a_million_samples(shares: tuple[int, ...]) -> None:
-    sizes = [1000 + 77 * number for number in range(len(shares))]
-    order = Order(sum(sizes), seed=3).mixed(sizes, shares)
+def test_shares_are_exact_over_a_million_samples(weights: tuple[int, ...]) -> None:
+    sizes = [1000 + 77 * number for number in range(len(weights))]
+    order = Order(sum(sizes), seed=3).mixed(sizes, weights)
     samples = order.samples(np.arange(10**6))
     source = np.searchsorted(np.cumsum(sizes), samples, side="right")
-    counts = np.bincount(source, minlength=len(shares))
-    assert counts.tolist() == [10**6 * share // sum(shares) for share in shares]
+    counts = np.bincount(source, minlength=len(weights))
+    assert counts.tolist() == [10**6 * weight // sum(weights) for weight in weights]
 
 
 def test_a_source_of_a_mixture_is_read_in_its_own_order_epoch_after_epoch() -> None:

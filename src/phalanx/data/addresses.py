@@ -20,8 +20,8 @@ from typing import Any, Final
 
 from phalanx.data.cache import fingerprint, storage_errors
 from phalanx.data.corpus import METADATA, mixture_of, sources
+from phalanx.data.formats import format_of
 from phalanx.data.pretokenised import ARRAYS, files_of_ids
-from phalanx.data.records import format_of
 from phalanx.data.survey import Progress
 from phalanx.errors import DataError
 from phalanx.storage import PARTIAL, replace_file

@@ -1,6 +1,6 @@
 """The corpus: text as a stream of documents in a fixed order.
 
-A text file and a record (`phalanx.data.records`) are one document each. Document names are relative
+A text file and a record (`phalanx.data.formats`) are one document each. Document names are relative
 to the corpus, so that the validation split is the same on every machine.
 """
 
@@ -20,7 +20,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from phalanx.data.records import (
+from phalanx.data.formats import (
     FORMATS,
     PACKED,
     TEXTS,
@@ -38,7 +38,7 @@ METADATA = ("state.json", "dataset_dict.json", "dataset_info.json")
 """Files that `datasets` writes beside its tables."""
 
 MOST_PERIOD = 10**6
-"""Most samples after which the shares of a mixture repeat."""
+"""Most samples after which the pattern of a mixture repeats."""
 
 _NAMED = 3
 """Most files left out that are named, for each reason."""
@@ -68,10 +68,10 @@ class Document:
 
 
 def mixture_of(data: str | None) -> list[tuple[int, str | None]]:
-    """Return (share, path) of each source in a `data` setting; (1, data) if it is no mixture.
+    """Return (weight, path) of each source in a `data` setting; (1, data) if it is no mixture.
 
-    A mixture is WEIGHT*PATH,WEIGHT*PATH and so on, such as "0.7*web/,0.3*code/"; a share is a whole
-    number of samples in each period, here 7 and 3 of 10.
+    A mixture is WEIGHT*PATH,WEIGHT*PATH and so on, such as "0.7*web/,0.3*code/"; the weights
+    that are returned are whole numbers of samples in each period, here 7 and 3 of 10.
 
     Raises:
         DataError: a source has no weight, a weight is 0, or the period is over MOST_PERIOD.
@@ -80,23 +80,23 @@ def mixture_of(data: str | None) -> list[tuple[int, str | None]]:
     parts = [re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*\*\s*(.+)", piece) for piece in pieces]
     if len(pieces) == 1 or parts[0] is None or os.path.exists(str(data)):
         return [(1, data)]
-    weights: list[Fraction] = []
+    parsed: list[Fraction] = []
     for piece, part in zip(pieces, parts, strict=True):
         if part is None or not (weight := Fraction(part[1])):
             raise DataError(
                 f"{piece or 'a source'} of the mixture {data} has no weight; expected a number "
                 "above 0 for each source, such as 0.7*web/,0.3*code/"
             )
-        weights.append(weight)
-    scale = math.lcm(*(weight.denominator for weight in weights))
-    shares = [int(weight * scale) for weight in weights]
-    shares = [share // math.gcd(*shares) for share in shares]
-    if sum(shares) > MOST_PERIOD:
+        parsed.append(weight)
+    scale = math.lcm(*(weight.denominator for weight in parsed))
+    weights = [int(weight * scale) for weight in parsed]
+    weights = [weight // math.gcd(*weights) for weight in weights]
+    if sum(weights) > MOST_PERIOD:
         raise DataError(
-            f"the weights of the mixture {data} are exact only over {sum(shares):,} samples; "
+            f"the weights of the mixture {data} are exact only over {sum(weights):,} samples; "
             f"expected at most {MOST_PERIOD:,}: give a sum of 1, and at most six digits"
         )
-    return [(share, part[2]) for share, part in zip(shares, parts, strict=True) if part is not None]
+    return [(weight, part[2]) for weight, part in zip(weights, parts, strict=True) if part]
 
 
 def absolute(data: str) -> str:

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 from typing_extensions import override
 
 from phalanx.data.corpus import FIELD, choose, find_files, words_on
-from phalanx.data.records import TABLES, batches, require, unreadable
+from phalanx.data.formats import TABLES, batches, require, unreadable
 from phalanx.data.survey import Corpus, TextStats
 from phalanx.data.token_file import TokenFile, TokenWriter, joined
 from phalanx.data.tokenizer import count_ids, count_token_bytes, end_of_text_id
@@ -153,7 +153,7 @@ class Pretokenised(Corpus):
         for file in files:
             cut = end = min(left, file.num_tokens)
             left -= cut
-            if 0 < cut < file.num_tokens:  # begin with a separator, which ends what is before it
+            if 0 < cut < file.num_tokens:  # begin with a separator, which ends the text before it
                 first = max(0, cut - _CHUNK_TOKENS)
                 ends = np.flatnonzero(file.map()[first:cut] == file.end_id) + first
                 if len(ends) and ends[-1] > 0:

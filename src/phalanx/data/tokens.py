@@ -60,8 +60,8 @@ class TokenFiles:
 
     `validation` is empty if the validation fraction is 0. `num_documents` and `num_bytes` (of text)
     count both files. `text_digest` is the hash of the names and texts of the documents. `left_out`
-    names the files that were not read. A mixture has the `shares` and `names` of its sources, and
-    the sources are the parts of its files; `folder` is that of the first.
+    names the files that were not read. A mixture has `weights` and `names` of its sources, and
+    the parts of its files are the sources; `folder` is the folder of the first.
     """
 
     folder: Path
@@ -72,7 +72,7 @@ class TokenFiles:
     text_digest: str
     tokenizer_digest: str
     left_out: str = ""
-    shares: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
 
     @property
@@ -140,7 +140,6 @@ def prepare(
     ]
     if len(every) == 1:
         return every[0]
-    shares = tuple(share for share, _ in mixture)
     return dataclasses.replace(
         every[0],
         train=joined([files.train for files in every]),
@@ -148,7 +147,7 @@ def prepare(
         num_documents=sum(files.num_documents for files in every),
         num_bytes=sum(files.num_bytes for files in every),
         text_digest=fingerprint("mixture", *(files.text_digest for files in every)),
-        shares=shares,
+        weights=tuple(weight for weight, _ in mixture),
         names=tuple(str(path) for _, path in mixture),
         left_out="; ".join(filter(None, (files.left_out for files in every))),
     )
