@@ -200,9 +200,9 @@ def _files_of(
     if ids is not None and is_mapped:
         train, validation = ids.mapped(fraction)
         files = dataclasses.replace(files, train=train, validation=validation)
-    if files.train.num_tokens == 0:
+    if files.train.num_tokens < 2:
         raise DataError(
-            f"nothing is left to train on: the corpus has {text.num_bytes} bytes, all used for "
+            f"nothing is left to train on: {source.data} has {text.num_bytes} bytes, all used for "
             f"corpus.validation = {fraction}; lower that setting, or give more text"
         )
     return files
