@@ -51,6 +51,15 @@ def check_data(data: str | None) -> None:
             sources(path)
 
 
+def local_path(
+    path: str | None, cache: Path, report: Progress, *, is_follower: bool = False
+) -> str | None:
+    """Return a path as it is, and of an address the path of its copy, see `copied`."""
+    if path is None or "://" not in path:
+        return path
+    return copied(path, cache, report, is_follower=is_follower)
+
+
 def copied(address: str, cache: Path, report: Progress, *, is_follower: bool = False) -> str:
     """Return the path of an address's copy in the cache, after copying what has changed.
 

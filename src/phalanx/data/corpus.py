@@ -114,13 +114,16 @@ def absolute(data: str) -> str:
     return ",".join(whole)
 
 
-def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Document]:
+def documents(
+    path: str | None, max_bytes: int | None = None, *, has_rows: bool = False
+) -> Iterator[Document]:
     """Read the documents of a corpus, in a fixed order.
 
     Args:
         path: a file, a folder (searched recursively, in sorted order) or a glob; None is the
             standard library of the running Python: the topics of pydoc_data and the .py sources.
         max_bytes: stop after this many bytes of text (UTF-8), and cut the last document.
+        has_rows: yield each record whole, as JSON text, and cut none.
 
     Raises:
         DataError: the path is missing, cannot be read or contains no supported file or no text, or
@@ -128,12 +131,18 @@ def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Docume
     """
     left = max_bytes
     is_empty = True
-    every = (d for name, file in sources(path) for d in _read(name, file, is_ours=path is None))
+    every = (
+        document
+        for name, file in sources(path)
+        for document in _read(name, file, is_ours=path is None, has_rows=has_rows)
+    )
     for document in every:
         if not document.text.strip():
             continue
         if left is not None:
             raw = document.text.encode()
+            if has_rows and len(raw) > left:
+                break
             document = Document(document.name, raw[:left].decode(errors="ignore"))
             left -= len(raw)
         if document.text.strip():
@@ -238,11 +247,27 @@ def _listed(file: Path, key: str) -> list[Any]:
         return []
 
 
-def _read(name: str, file: Path, *, is_ours: bool) -> Iterator[Document]:
+def first_row(path: str | None) -> dict[str, Any] | None:
+    """Return the first record of a corpus; None without one, and for a mixture of sources.
+
+    Raises:
+        DataError: see `documents`.
+    """
+    files = [] if path is None or len(mixture_of(path)) > 1 else choose(find_files(path)[1])[0]
+    tables = (file for file in files if format_of(file) not in TEXTS)
+    return next((record.fields for file in tables for record in read_records(file, "")), None)
+
+
+def _read(name: str, file: Path, *, is_ours: bool, has_rows: bool) -> Iterator[Document]:
     """Yield the documents of a file; `is_ours`: it is of the standard library."""
     if is_ours and name == _TOPICS:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
         yield from (Document(f"{_TOPICS}/{topic}", topics[topic]) for topic in sorted(topics))
+    elif has_rows and format_of(file) in TEXTS:
+        raise DataError(f"{file} is text, but other files of the corpus have rows of chats")
+    elif has_rows:
+        for record in read_records(file, name):
+            yield Document(record.name, json.dumps(record.fields))
     elif format_of(file) not in TEXTS:
         for record in read_records(file, name, [FIELD]):
             yield Document(record.name, _checked(record.fields[FIELD], record.place))

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from phalanx.config import CorpusConfig
 from phalanx.config.schema import SMALLEST_VOCABULARY
-from phalanx.data.addresses import copied
+from phalanx.data.addresses import local_path
 from phalanx.data.cache import cache_folder, find_or_make, fingerprint, read_facts
 from phalanx.data.corpus import Document, mixture_of
 from phalanx.data.pretokenised import Pretokenised, files_of_ids
@@ -123,8 +123,7 @@ def prepare(
     mixture = mixture_of(data)
     sources: list[Corpus] = []
     for _, path in mixture:
-        if path is not None and "://" in path:
-            path = copied(path, cache, report, is_follower=is_follower)
+        path = local_path(path, cache, report, is_follower=is_follower)
         if not files_of_ids(path):
             sources.append(Corpus(path, corpus.max_bytes, report))
         elif given is None or corpus.max_bytes is not None:
