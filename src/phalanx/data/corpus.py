@@ -267,7 +267,7 @@ def _read(name: str, file: Path, *, is_ours: bool, has_rows: bool) -> Iterator[D
         raise DataError(f"{file} is text, but other files of the corpus have rows of chats")
     elif has_rows:
         for record in read_records(file, name):
-            yield Document(record.name, json.dumps(record.fields))
+            yield Document(record.name, json.dumps(record.fields, default=str))
     elif format_of(file) not in TEXTS:
         for record in read_records(file, name, [FIELD]):
             yield Document(record.name, _checked(record.fields[FIELD], record.place))

@@ -198,7 +198,7 @@ class Pretokenised(Corpus):
                 if array.dtype.kind not in "iu" or not array.dtype.isnative or np.isfortran(array):
                     raise ValueError(f"it is of {array.dtype}; expected integers, little-endian")
                 width, at = array.itemsize, array.offset
-                return TokenFile(file, array.size, self._end_id, width, at)
+                return TokenFile(file, array.size, self._end_id, width, offset_bytes=at)
             num_bytes = file.stat().st_size
             with file.open("rb") as opened:
                 head = opened.read(1024)
@@ -214,7 +214,7 @@ class Pretokenised(Corpus):
             width = 4 if is_wide or self._num_ids > 1 << 16 else 2
         if num_bytes % width:
             raise DataError(f"{file} has {num_bytes:,} bytes; expected ids of {width} bytes each")
-        return TokenFile(file, num_bytes // width, self._end_id, width, 0)
+        return TokenFile(file, num_bytes // width, self._end_id, width, offset_bytes=0)
 
     def _lengths(self, file: Path) -> npt.NDArray[np.int64] | None:
         """Return the lengths of documents in an index; None if the file has separators."""
