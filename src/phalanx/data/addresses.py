@@ -54,8 +54,8 @@ def check_data(data: str | None) -> None:
 def local_path(
     path: str | None, cache: Path, report: Progress, *, is_follower: bool = False
 ) -> str | None:
-    """Return a path as it is, and of an address the path of its copy, see `copied`."""
-    if path is None or "://" not in path:
+    """Return a path or a mixture as it is, and of an address the path of its copy."""
+    if path is None or "://" not in path or len(mixture_of(path)) > 1:
         return path
     return copied(path, cache, report, is_follower=is_follower)
 
