@@ -174,10 +174,10 @@ def _files_of(
         buffer = io.BytesIO()
         np.save(buffer, count_token_bytes(used))
         (partial / _TOKEN_BYTES).write_bytes(buffer.getvalue())
-        sizes = {"num_ids": count_ids(used), "end_id": end_of_text_id(used)}
+        num_ids, end_id = count_ids(used), end_of_text_id(used)
         with (
-            TokenWriter(partial / _TRAIN, **sizes) as train,
-            TokenWriter(partial / _VALIDATION, **sizes) as validation,
+            TokenWriter(partial / _TRAIN, num_ids=num_ids, end_id=end_id) as train,
+            TokenWriter(partial / _VALIDATION, num_ids=num_ids, end_id=end_id) as validation,
         ):
             if ids is None:
                 held_out = hold_out(*source.names_and_sizes(), fraction)
