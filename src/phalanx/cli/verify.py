@@ -15,7 +15,7 @@ from phalanx.config.fields import Use, check_values, settings, value_at
 from phalanx.config.help import show_config
 from phalanx.config.load import Loaded, load_config
 from phalanx.config.validate import check_warmup
-from phalanx.data.pretokenised import check_data
+from phalanx.data.addresses import check_data
 from phalanx.errors import ConfigError
 from phalanx.report.output import print_json
 from phalanx.report.tabular import Line, Table

@@ -119,7 +119,9 @@ def missing_path_notes(loaded: Loaded[TrainConfig]) -> list[str]:
     lines: list[str] = []
     for key in keys_for(TrainConfig, Use.PATH):
         value, source = value_at(loaded.config, key), loaded.sources[key]
-        if value is None or os.path.exists(value) or not os.path.isfile(source):
+        if value is None or "*" in value or "://" in value:  # a glob, a mixture or an address
+            continue
+        if os.path.exists(value) or not os.path.isfile(source):
             continue
         beside = os.path.join(os.path.dirname(source), value)
         exists = f"; {beside} exists" if os.path.exists(beside) else ""

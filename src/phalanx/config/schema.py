@@ -250,8 +250,10 @@ class TrainConfig(JobConfig):
     gives shape, first weights and tokenizer; the checkpoint's to begin with or resume from, else
     demo, if unset."""
     data: Annotated[str | None, Use.PATH] = None
-    """A file, folder or glob of .txt, .md, .py, .jsonl (field "text") or .parquet, relative to the
-    working folder; the standard library of this Python if unset."""
+    """A file, folder or glob, relative to the working folder, or an address such as s3://bucket/web:
+    .txt, .md, .py, .jsonl and .json (field "text"), also .gz and .zst; .parquet; folders saved by
+    `datasets`; token ids in .bin, .npy or a column "input_ids". Or a mixture by weights of samples,
+    0.7*web/,0.3*code/. The standard library of this Python if unset."""
     tokenizer: Annotated[str | None, Use.PATH | Use.FIXED_BY_TOKENIZER] = None
     """A tokenizer.json; a byte-level BPE trained on the data if unset."""
     epochs: Annotated[float | None, Use.RESOLVED, Range(0, 10**9, "(]")] = None

@@ -1,6 +1,6 @@
 """The corpus: text as a stream of documents in a fixed order.
 
-A text file and a record (`phalanx.data.records`) are one document each. Document names are relative
+A text file and a record (`phalanx.data.formats`) are one document each. Document names are relative
 to the corpus, so that the validation split is the same on every machine.
 """
 
@@ -20,14 +20,12 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from phalanx.data.records import (
+from phalanx.data.formats import (
     FORMATS,
     PACKED,
     TEXTS,
-    check_columns,
     decode,
     format_of,
-    is_list,
     open_unpacked,
     read_records,
     refuse_zero,
@@ -36,11 +34,11 @@ from phalanx.data.records import (
 from phalanx.errors import DataError
 from phalanx.storage import hint_of_missing
 
-_METADATA = ("state.json", "dataset_dict.json", "dataset_info.json")
+METADATA = ("state.json", "dataset_dict.json", "dataset_info.json")
 """Files that `datasets` writes beside its tables."""
 
 MOST_PERIOD = 10**6
-"""Most samples after which the shares of a mixture repeat."""
+"""Most samples after which the pattern of a mixture repeats."""
 
 _NAMED = 3
 """Most files left out that are named, for each reason."""
@@ -70,10 +68,10 @@ class Document:
 
 
 def mixture_of(data: str | None) -> list[tuple[int, str | None]]:
-    """Return (share, path) of each source in a `data` setting; (1, data) if it is no mixture.
+    """Return (weight, path) of each source in a `data` setting; (1, data) if it is no mixture.
 
-    A mixture is WEIGHT*PATH,WEIGHT*PATH and so on, such as "0.7*web/,0.3*code/"; a share is a whole
-    number of samples in each period, here 7 and 3 of 10.
+    A mixture is WEIGHT*PATH,WEIGHT*PATH and so on, such as "0.7*web/,0.3*code/"; the weights
+    that are returned are whole numbers of samples in each period, here 7 and 3 of 10.
 
     Raises:
         DataError: a source has no weight, a weight is 0, or the period is over MOST_PERIOD.
@@ -82,23 +80,23 @@ def mixture_of(data: str | None) -> list[tuple[int, str | None]]:
     parts = [re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*\*\s*(.+)", piece) for piece in pieces]
     if len(pieces) == 1 or parts[0] is None or os.path.exists(str(data)):
         return [(1, data)]
-    weights: list[Fraction] = []
+    parsed: list[Fraction] = []
     for piece, part in zip(pieces, parts, strict=True):
         if part is None or not (weight := Fraction(part[1])):
             raise DataError(
                 f"{piece or 'a source'} of the mixture {data} has no weight; expected a number "
                 "above 0 for each source, such as 0.7*web/,0.3*code/"
             )
-        weights.append(weight)
-    scale = math.lcm(*(weight.denominator for weight in weights))
-    shares = [int(weight * scale) for weight in weights]
-    shares = [share // math.gcd(*shares) for share in shares]
-    if sum(shares) > MOST_PERIOD:
+        parsed.append(weight)
+    scale = math.lcm(*(weight.denominator for weight in parsed))
+    weights = [int(weight * scale) for weight in parsed]
+    weights = [weight // math.gcd(*weights) for weight in weights]
+    if sum(weights) > MOST_PERIOD:
         raise DataError(
-            f"the weights of the mixture {data} are exact only over {sum(shares):,} samples; "
+            f"the weights of the mixture {data} are exact only over {sum(weights):,} samples; "
             f"expected at most {MOST_PERIOD:,}: give a sum of 1, and at most six digits"
         )
-    return [(share, part[2]) for share, part in zip(shares, parts, strict=True) if part is not None]
+    return [(weight, part[2]) for weight, part in zip(weights, parts, strict=True) if part]
 
 
 def absolute(data: str) -> str:
@@ -106,23 +104,26 @@ def absolute(data: str) -> str:
 
     A path is not normalized, because `..` after a symbolic link is not the link's parent folder.
     """
-    sources = mixture_of(data)
-    paths = [
-        path if "://" in str(path) else os.path.join(os.getcwd(), os.path.expanduser(str(path)))
-        for _, path in sources
-    ]
-    if len(sources) == 1:
-        return str(paths[0])
-    return ",".join(f"{share}*{path}" for (share, _), path in zip(sources, paths, strict=True))
+    pieces = [data] if len(mixture_of(data)) == 1 else data.split(",")
+    whole: list[str] = []
+    for piece in pieces:
+        weight, star, path = piece.partition("*") if len(pieces) > 1 else ("", "", piece)
+        if "://" not in path:
+            path = os.path.join(os.getcwd(), os.path.expanduser(path.strip()))
+        whole.append(weight + star + path)
+    return ",".join(whole)
 
 
-def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Document]:
+def documents(
+    path: str | None, max_bytes: int | None = None, *, has_rows: bool = False
+) -> Iterator[Document]:
     """Read the documents of a corpus, in a fixed order.
 
     Args:
         path: a file, a folder (searched recursively, in sorted order) or a glob; None is the
             standard library of the running Python: the topics of pydoc_data and the .py sources.
         max_bytes: stop after this many bytes of text (UTF-8), and cut the last document.
+        has_rows: yield each record whole, as JSON text, and cut none.
 
     Raises:
         DataError: the path is missing, cannot be read or contains no supported file or no text, or
@@ -130,12 +131,18 @@ def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Docume
     """
     left = max_bytes
     is_empty = True
-    every = (d for name, file in sources(path) for d in _read(name, file, is_ours=path is None))
+    every = (
+        document
+        for name, file in sources(path)
+        for document in _read(name, file, is_ours=path is None, has_rows=has_rows)
+    )
     for document in every:
         if not document.text.strip():
             continue
         if left is not None:
             raw = document.text.encode()
+            if has_rows and len(raw) > left:
+                break
             document = Document(document.name, raw[:left].decode(errors="ignore"))
             left -= len(raw)
         if document.text.strip():
@@ -212,7 +219,7 @@ def choose(files: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
             tables |= {file.parent / split: [] for split in splits if split != read}
     for file in files:
         kind, listed = format_of(file), tables.get(file.parent)
-        if file.name in _METADATA and (listed is not None or file.name == "dataset_info.json"):
+        if file.name in METADATA and (listed is not None or file.name == "dataset_info.json"):
             continue
         if not file.is_file():  # a read from a named pipe would block forever
             others.append((file, "that are not regular"))
@@ -220,11 +227,16 @@ def choose(files: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
             others.append((file, "of unknown format"))
         elif listed is not None and file.name not in listed:
             others.append((file, "outside the dataset saved there, or of another split"))
-        elif kind == ".json" and len(files) > 1 and not is_list(file):
+        elif kind == ".json" and len(files) > 1 and _head(file)[:1] != b"[":
             others.append((file, "without a list of records"))
         else:
             chosen.append(file)
     return chosen, others
+
+
+def _head(file: Path) -> bytes:
+    with open_unpacked(file) as opened:
+        return opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
 
 
 def _listed(file: Path, key: str) -> list[Any]:
@@ -235,14 +247,29 @@ def _listed(file: Path, key: str) -> list[Any]:
         return []
 
 
-def _read(name: str, file: Path, *, is_ours: bool) -> Iterator[Document]:
+def first_row(path: str | None) -> dict[str, Any] | None:
+    """Return the first record of a corpus; None without one, and for a mixture of sources.
+
+    Raises:
+        DataError: see `documents`.
+    """
+    files = [] if path is None or len(mixture_of(path)) > 1 else choose(find_files(path)[1])[0]
+    tables = (file for file in files if format_of(file) not in TEXTS)
+    return next((record.fields for file in tables for record in read_records(file, "")), None)
+
+
+def _read(name: str, file: Path, *, is_ours: bool, has_rows: bool) -> Iterator[Document]:
     """Yield the documents of a file; `is_ours`: it is of the standard library."""
     if is_ours and name == _TOPICS:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
         yield from (Document(f"{_TOPICS}/{topic}", topics[topic]) for topic in sorted(topics))
+    elif has_rows and format_of(file) in TEXTS:
+        raise DataError(f"{file} is text, but other files of the corpus have rows of chats")
+    elif has_rows:
+        for record in read_records(file, name):
+            yield Document(record.name, json.dumps(record.fields, default=str))
     elif format_of(file) not in TEXTS:
         for record in read_records(file, name, [FIELD]):
-            check_columns([FIELD], list(record.fields), record.place)
             yield Document(record.name, _checked(record.fields[FIELD], record.place))
     else:
         try:

@@ -4,10 +4,10 @@ A small Feistel network (Luby and Rackoff 1988) permutes the integers below a po
 outside [0, N) are permuted again until they are inside (cycle walking: Black and Rogaway 2002,
 section 3). So the sample at any position of any epoch is computed without a list of N integers.
 
-A mixture deals positions to sources by shares, with the same pattern in each period:
+A mixture deals positions to sources by weights, with the same pattern in each period:
 
 ```
-shares 3, 1, 1    position   0  1  2  3  4 |  5  6  7  8  9 | 10 ...
+weights 3, 1, 1   position   0  1  2  3  4 |  5  6  7  8  9 | 10 ...
                   source     0  1  0  2  0 |  0  1  0  2  0 |  0
                   its nth    0  0  1  0  2 |  3  1  4  1  5 |  6    position in that source's order
 ```
@@ -57,30 +57,30 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 @functools.lru_cache(4)
-def pattern_of(shares: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the source of each position of a period, and its number among those of its source.
+def pattern_of(weights: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the source of each position of a period, and its number among that source's positions.
 
-    The period is the sum P of the shares. Of the first p positions, for any p, source s has more
-    than p shares[s] / P - 1 and fewer than p shares[s] / P + 1.
-    For this its j-th position is one of floor(j P / shares[s]) to ceil((j + 1) P / shares[s]) - 1,
-    and of the sources whose range has begun the one whose range ends first is next: earliest
-    deadline first, which meets all deadlines if they can be met (Baruah et al. 1996: they can).
+    The period P is the sum of the weights w. Of the first p positions, for any p, source s has more
+    than p w[s] / P - 1 and fewer than p w[s] / P + 1. For this its j-th position is one of
+    floor(j P / w[s]) to ceil((j + 1) P / w[s]) - 1, and of the sources whose range has begun the
+    one whose range ends first is next: earliest deadline first, which meets all deadlines if they
+    can be met (Baruah et al. 1996: they can).
     """
-    period = sum(shares)
+    period = sum(weights)
     source = np.empty(period, dtype=np.int64)
     nth = np.empty(period, dtype=np.int64)
-    waiting = [(0, number) for number in range(len(shares))]  # (begin of the range, source)
+    waiting = [(0, number) for number in range(len(weights))]  # (begin of the range, source)
     ready = list[tuple[int, int]]()  # (end of the range, source)
-    done = [0] * len(shares)
+    done = [0] * len(weights)
     for position in range(period):
         while waiting and waiting[0][0] <= position:
             number = heapq.heappop(waiting)[1]
-            heapq.heappush(ready, (-(-(done[number] + 1) * period // shares[number]), number))
+            heapq.heappush(ready, (-(-(done[number] + 1) * period // weights[number]), number))
         number = heapq.heappop(ready)[1]
         source[position], nth[position] = number, done[number]
         done[number] += 1
-        if done[number] < shares[number]:
-            heapq.heappush(waiting, (done[number] * period // shares[number], number))
+        if done[number] < weights[number]:
+            heapq.heappush(waiting, (done[number] * period // weights[number], number))
     return source, nth
 
 
@@ -99,7 +99,7 @@ class Order:
         sources: the orders of the sources of a mixture, whose samples are numbered one source after
             the other; empty without a mixture. An epoch then has as many positions as all sources
             have samples, and each source has epochs of its own.
-        shares: the positions of each source in a period of the mixture.
+        weights: the positions of each source in a period of the mixture.
     """
 
     num_samples: int
@@ -107,24 +107,24 @@ class Order:
     is_shuffled: bool = True
     first_epoch: int = 0
     sources: tuple[Order, ...] = ()
-    shares: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
 
-    def mixed(self, sizes: Sequence[int], shares: Sequence[int]) -> Order:
-        """Return this order as a mixture of sources with `sizes` samples; itself without shares."""
-        if not shares:
+    def mixed(self, sizes: Sequence[int], weights: Sequence[int]) -> Order:
+        """Return a mixture of sources with `sizes` samples, or itself if there are no weights."""
+        if not weights:
             return self
         sources = tuple(replace(self, num_samples=size) for size in sizes)
-        return replace(self, sources=sources, shares=tuple(shares))
+        return replace(self, sources=sources, weights=tuple(weights))
 
     def samples(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the samples at stream positions `positions`."""
         if self.sources:
-            period, in_period = np.divmod(positions, sum(self.shares))
-            source, nth = (table[in_period] for table in pattern_of(self.shares))
+            period, in_period = np.divmod(positions, sum(self.weights))
+            source, nth = (table[in_period] for table in pattern_of(self.weights))
             mixed, begin = np.empty_like(positions), 0
-            for number, (order, share) in enumerate(zip(self.sources, self.shares, strict=True)):
+            for number, (order, weight) in enumerate(zip(self.sources, self.weights, strict=True)):
                 here = source == number
-                mixed[here] = begin + order.samples(period[here] * share + nth[here])
+                mixed[here] = begin + order.samples(period[here] * weight + nth[here])
                 begin += order.num_samples
             return mixed
         epochs, in_epoch = np.divmod(positions, self.num_samples)

@@ -1,6 +1,6 @@
 """Sources that are token ids already, mapped into memory where their separators are in the file.
 
-    .bin                ids of 2 or 4 bytes: nanoGPT's, llm.c's with its header, a token file
+    .bin                ids of 2 bytes, or of 4, as nanoGPT writes them
     .npy                an array of integers; rows follow each other
     .bin with .idx      Megatron's index: lengths of documents, and the type of the ids
     .arrow .parquet     a column "input_ids", a document a row: copied, between separators
@@ -11,11 +11,10 @@ Files whose names begin with "val" are held out; else it is the end of the ids, 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,21 +23,21 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 from typing_extensions import override
 
-from phalanx.data.corpus import FIELD, choose, find_files, mixture_of, sources, words_on
-from phalanx.data.records import TABLES, batches, unreadable
+from phalanx.data.corpus import FIELD, choose, find_files, words_on
+from phalanx.data.formats import TABLES, batches, require, unreadable
 from phalanx.data.survey import Corpus, TextStats
-from phalanx.data.token_file import TokenFile, TokenWriter, joined, open_token_file
+from phalanx.data.token_file import TokenFile, TokenWriter, joined
 from phalanx.data.tokenizer import count_ids, count_token_bytes, end_of_text_id
 from phalanx.errors import DataError
 
 IDS: Final = "input_ids"
 """Name of a table's column of ids."""
 
-_ARRAYS: Final = (".bin", ".npy", ".idx")
+ARRAYS: Final = (".bin", ".npy", ".idx")
+"""Suffixes of files of ids and of an index."""
+
 _INDEX: Final = struct.Struct("<9sQBQQ")  # magic, version, type, number of sequences, of documents
-_MAGIC: Final = b"MMIDIDX\0\0"
 _WIDTHS: Final = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}  # Megatron's types of integers
-_HEADERS: Final = {20240520: 2, 20240801: 4}  # llm.c's magic numbers of GPT-2 and Llama 3
 _CHUNK_TOKENS: Final = 1 << 22
 
 Ids = npt.NDArray[Any]
@@ -54,27 +53,18 @@ def files_of_ids(path: str | None) -> list[tuple[str, Path]]:
         return []
     root, files = find_files(path)
     chosen = choose(files)[0]
+    arrays = [file for file in files if file.suffix.lower() in ARRAYS]
+    named = {file.with_suffix(".bin") if file.suffix == ".idx" else file for file in arrays}
+    pairs = (each for file in sorted(named) for each in (file, file.with_suffix(".idx")))
+    ids = [file for file in pairs if file.is_file()]  # an index counts with its .bin
     tables = [file for file in chosen if file.suffix.lower() in TABLES]
     if tables:
         with batches(tables[0]) as rows:
             columns = next((batch.schema.names for batch in rows), [])
-        arrays = tables if IDS in columns and FIELD not in columns else []
-    else:
-        arrays = [file for file in files if file.suffix.lower() in _ARRAYS and file.is_file()]
-        if chosen and not any(f.parent == root and f.stem.startswith("train") for f in arrays):
-            arrays = []
-    return [(file.relative_to(root).as_posix(), file) for file in arrays]
-
-
-def check_data(data: str | None) -> None:
-    """Check that the sources of a `data` setting exist and have files that can be read.
-
-    Raises:
-        DataError: they do not.
-    """
-    for _, path in mixture_of(data):
-        if path is not None and not files_of_ids(path):
-            sources(path)
+        ids = tables if IDS in columns and FIELD not in columns else []
+    elif chosen and not any(f.parent == root and f.name.startswith("train") for f in ids):
+        ids = []
+    return [(file.relative_to(root).as_posix(), file) for file in ids]
 
 
 @dataclass
@@ -88,23 +78,19 @@ class Pretokenised(Corpus):
         self._num_ids, self._end_id = count_ids(self.used), end_of_text_id(self.used)
 
     @override
-    def _sources(self) -> list[tuple[str, Path]]:
-        return files_of_ids(self.data)
-
-    @override
     def left_out(self) -> str:
         root, files = find_files(str(self.data))
         read = {file for _, file in self._sources()}
         return words_on(root, [(file, "beside the ids") for file in files if file not in read])
 
     @override
+    def _sources(self) -> list[tuple[str, Path]]:
+        return files_of_ids(self.data)
+
+    @override
     def _key(self) -> tuple[object, ...]:
         assert self.used is not None
         return "ids", self.used.to_str()
-
-    @property
-    def _files(self) -> list[tuple[str, Path]]:
-        return [(name, file) for name, file in self._sources() if file.suffix != ".idx"]
 
     @override
     def _read(self) -> TextStats:
@@ -115,21 +101,20 @@ class Pretokenised(Corpus):
             before = counts.sum()
             digest.update(name.encode("utf-8", "surrogateescape"))
             for ids, lengths in self._groups(file):
-                if len(ids) and (wrong := ids.view(f"u{ids.itemsize}") >= self._num_ids).any():
+                wrong = ids.view(f"u{ids.itemsize}") >= self._num_ids
+                if wrong.any():
                     at = int(wrong.argmax())
                     raise DataError(
                         f"{file} has the id {ids[at]} at token {counts.sum() - before + at}; "
-                        f"expected ids of the tokenizer, which are below {self._num_ids}: give the "
-                        "tokenizer that made them, and a .bin of 4 bytes an id is one of a "
-                        "vocabulary above 65,536"
+                        f"expected ids below {self._num_ids}, of the tokenizer that made them"
                     )
                 digest.update(f"{ids.dtype.str} {len(ids)}".encode() + lengths.tobytes())
                 digest.update(np.ascontiguousarray(ids).data)
                 counts += np.bincount(ids.astype(np.int64), minlength=self._num_ids)
                 num_documents += len(lengths)
                 self.report("read the ids", int(counts.sum()), 0)
-        num_documents = num_documents or int(counts[self._end_id])
         num_bytes = int(counts @ count_token_bytes(self.used))
+        num_documents = num_documents or int(counts[self._end_id])
         return TextStats(digest.hexdigest(), num_bytes, num_documents, int(counts.sum()))
 
     @property
@@ -148,41 +133,45 @@ class Pretokenised(Corpus):
                 for document in np.split(ids, np.cumsum(lengths)[:-1]):
                     writer = train if seen < kept else held
                     seen += len(document)
-                    while len(document) and document[0] == self._end_id:
-                        document = document[1:]
-                    while len(document) and document[-1] == self._end_id:
-                        document = document[:-1]
-                    if len(document):
+                    own = np.flatnonzero(document != self._end_id)  # a row may have separators too
+                    if len(own):
                         writer.begin_document()
-                        writer.write(document)
+                        writer.write(document[own[0] : own[-1] + 1])
                 self.report("copy the ids", seen, text.num_tokens)
 
     def mapped(self, fraction: float) -> tuple[TokenFile, TokenFile]:
         """Return the ids to train on and those held out, where they lie."""
-        every = [(Path(name).stem, self._mapped(file)) for name, file in self._files]
-        train = [file for stem, file in every if not stem.lower().startswith("val")]
-        held = [file for stem, file in every if stem.lower().startswith("val")]
+        every = [(Path(name).name.lower(), self._mapped(file)) for name, file in self._files]
+        train = [file for name, file in every if not name.startswith("val")]
+        held = [file for name, file in every if name.startswith("val")]
+        nothing = replace(every[0][1], num_tokens=0)
         if train and held:
-            return joined(train), joined(held) if fraction else _part(held[0], 0, 0)
-        files = train or held
+            return joined(train), joined(held) if fraction else nothing
+        files, train, held = train or held, list[TokenFile](), list[TokenFile]()
         left = sum(file.num_tokens for file in files)
         left -= round(fraction * left)
-        train, held = [], []
         for file in files:
             cut = end = min(left, file.num_tokens)
-            if 0 < cut < file.num_tokens:  # begin with a separator, which ends what is before it
-                ends = np.flatnonzero(file.map()[max(0, cut - _CHUNK_TOKENS) : cut] == file.end_id)
-                if len(ends) and (at := max(0, cut - _CHUNK_TOKENS) + int(ends[-1])) > 0:
-                    cut, end = at, at + 1
-            left -= min(left, file.num_tokens)
-            train += [_part(file, 0, end)] if end else []
-            held += [_part(file, cut, file.num_tokens)] if cut < file.num_tokens else []
-        return joined(train or [_part(files[0], 0, 0)]), joined(held or [_part(files[0], 0, 0)])
+            left -= cut
+            if 0 < cut < file.num_tokens:  # begin with a separator, which ends the text before it
+                first = max(0, cut - _CHUNK_TOKENS)
+                ends = np.flatnonzero(file.map()[first:cut] == file.end_id) + first
+                if len(ends) and ends[-1] > 0:
+                    cut, end = int(ends[-1]), int(ends[-1]) + 1
+            at = file.offset_bytes + cut * file.width_bytes
+            train += [replace(file, num_tokens=end)] if end else []
+            rest = replace(file, num_tokens=file.num_tokens - cut, offset_bytes=at)
+            held += [rest] if rest.num_tokens else []
+        return joined(train or [nothing]), joined(held or [nothing])
+
+    @property
+    def _files(self) -> list[tuple[str, Path]]:
+        return [(name, file) for name, file in self._sources() if file.suffix != ".idx"]
 
     def _groups(self, file: Path) -> Iterator[tuple[Ids, npt.NDArray[np.int64]]]:
         """Yield the ids of a file in groups, and the lengths of their documents if it has them."""
         if file.suffix.lower() in TABLES:
-            compute: Any = __import__("pyarrow.compute").compute
+            compute = require("pyarrow.compute", "parquet", file)
             with batches(file, [IDS]) as rows:
                 for batch in rows:
                     column = batch.column(0)
@@ -190,66 +179,50 @@ class Pretokenised(Corpus):
                     yield column.flatten().to_numpy(), lengths.to_numpy().astype(np.int64)
             return
         ids, lengths = self._mapped(file).map(), self._lengths(file)
-        if lengths is None:
-            for begin in range(0, len(ids), _CHUNK_TOKENS):
-                yield ids[begin : begin + _CHUNK_TOKENS], np.zeros(0, dtype=np.int64)
-            return
-        ends = np.cumsum(lengths)
-        first = 0
-        while first < len(lengths):  # some documents of about a chunk
-            begin = int(ends[first] - lengths[first])
-            last = max(first + 1, int(np.searchsorted(ends, begin + _CHUNK_TOKENS, "right")))
-            yield ids[begin : int(ends[last - 1])], lengths[first:last]
-            first = last
+        # Documents are grouped into about a chunk; without lengths, chunks are the groups.
+        ends = np.cumsum(lengths) if lengths is not None else None
+        begin = first = 0
+        while begin < len(ids):
+            end, last = begin + _CHUNK_TOKENS, 0
+            if ends is not None:
+                last = max(first + 1, int(np.searchsorted(ends, end, "right")))
+                end = int(ends[last - 1])
+            yield ids[begin:end], np.zeros(0, np.int64) if lengths is None else lengths[first:last]
+            begin, first = end, last
 
     def _mapped(self, file: Path) -> TokenFile:
+        """Return the ids of a .bin or .npy where they lie."""
         try:
             if file.suffix.lower() == ".npy":
                 array: Any = np.load(file, mmap_mode="r")
                 if array.dtype.kind not in "iu" or not array.dtype.isnative or np.isfortran(array):
-                    raise DataError(
-                        f"{file} is an array of {array.dtype}; expected integers, little-endian, "
-                        "rows after each other"
-                    )
+                    raise ValueError(f"it is of {array.dtype}; expected integers, little-endian")
                 width, at = array.itemsize, array.offset
-                return TokenFile(file, array.size, self._end_id, width, at)
+                return TokenFile(file, array.size, self._end_id, width, offset_bytes=at)
             num_bytes = file.stat().st_size
             with file.open("rb") as opened:
                 head = opened.read(1024)
-        except (OSError, ValueError) as error:
-            if isinstance(error, OSError):
-                raise unreadable(file, error) from error
+        except OSError as error:
+            raise unreadable(file, error) from error
+        except ValueError as error:
             raise DataError(f"{file} is not an .npy array of ids: {error}") from error
-        at = 0
-        if head.startswith(b"PHXTOKEN"):
-            return dataclasses.replace(open_token_file(file), end_id=self._end_id)
         if file.with_suffix(".idx").is_file():
             width = _index_of(file)[0]
-        elif num_bytes >= 1024 and (int.from_bytes(head[:4], "little") in _HEADERS):
-            width, at = _HEADERS[int.from_bytes(head[:4], "little")], 1024
         else:
             # A vocabulary of more ids needs 4 bytes; and small ids in 4 bytes have zeros above.
             is_wide = len(head) == 1024 and not np.frombuffer(head, "<u2")[1::2].any()
             width = 4 if is_wide or self._num_ids > 1 << 16 else 2
-        if (num_bytes - at) % width:
+        if num_bytes % width:
             raise DataError(f"{file} has {num_bytes:,} bytes; expected ids of {width} bytes each")
-        return TokenFile(file, (num_bytes - at) // width, self._end_id, width, at)
+        return TokenFile(file, num_bytes // width, self._end_id, width, offset_bytes=0)
 
     def _lengths(self, file: Path) -> npt.NDArray[np.int64] | None:
-        """Return the lengths of an index's documents; None if separators follow them in the file.
-
-        None too without an index.
-        """
+        """Return the lengths of documents in an index; None if the file has separators."""
         if file.suffix.lower() != ".bin" or not file.with_suffix(".idx").is_file():
             return None
         lengths = _index_of(file)[1]
         last = self._mapped(file).map()[np.cumsum(lengths)[lengths > 0] - 1]
         return None if (last == self._end_id).all() else lengths
-
-
-def _part(file: TokenFile, begin: int, end: int) -> TokenFile:
-    at = file.offset_bytes + begin * file.width_bytes
-    return dataclasses.replace(file, num_tokens=end - begin, offset_bytes=at)
 
 
 def _index_of(file: Path) -> tuple[int, npt.NDArray[np.int64]]:
@@ -262,7 +235,7 @@ def _index_of(file: Path) -> tuple[int, npt.NDArray[np.int64]]:
     if len(raw) >= _INDEX.size:
         magic, version, kind, num_sequences, num_documents = _INDEX.unpack_from(raw)
         needed = _INDEX.size + num_sequences * 12 + num_documents * 8
-        if (magic, version) == (_MAGIC, 1) and kind in _WIDTHS and len(raw) >= needed:
+        if (magic, version) == (b"MMIDIDX\0\0", 1) and kind in _WIDTHS and len(raw) >= needed:
             width, at = _WIDTHS[kind], _INDEX.size
             lengths = np.frombuffer(raw, "<i4", num_sequences, at).astype(np.int64)
             begins = np.frombuffer(raw, "<i8", num_sequences, at + 4 * num_sequences)

@@ -5,7 +5,7 @@ Legend: B rows, T tokens of a sample, V ids of the tokenizer.
 Sample i is tokens[i T : i T + T + 1]: T input tokens, each with the next token as its label. The
 last token of a window is only a label there, and the first input of the next window. So each token
 of the file except the first is predicted exactly once per epoch. The last sample may be shorter;
-its missing labels are IGNORE. Of several files, the samples of one follow those of another.
+its missing labels are IGNORE. Of several files, each has samples of its own, one after the other.
 
 [Note: Boundary] The separator E opens a document: E is its token 0, and the first token of the text
 is predicted from E alone. This label counts in the loss, because generation starts from E. The

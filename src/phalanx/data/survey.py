@@ -54,12 +54,14 @@ class TextStats:
 class Corpus:
     """A corpus whose text is read lazily, and not at all if the cache has its hash.
 
-    For `data` and `max_bytes` see `corpus.documents`; `report` is called while the text is read.
+    For `data`, `max_bytes` and `has_rows` see `corpus.documents`; `report` is called while the text
+    is read.
     """
 
     data: str | None
     max_bytes: int | None
     report: Progress
+    has_rows: bool = False
     _names_and_sizes: tuple[list[str], list[int]] | None = None
     _text: TextStats | None = None
 
@@ -110,7 +112,7 @@ class Corpus:
 
     def documents(self) -> Iterator[Document]:
         """Read the documents, see `corpus.documents`."""
-        return documents(self.data, self.max_bytes)
+        return documents(self.data, self.max_bytes, has_rows=self.has_rows)
 
     def left_out(self) -> str:
         """Return the files that are not read, see `corpus.words_on`."""
@@ -121,7 +123,7 @@ class Corpus:
 
     def _key(self) -> tuple[object, ...]:
         """What the stored result depends on, beside the files."""
-        return (self.max_bytes,)
+        return (self.max_bytes, self.has_rows)
 
     def _stamp(self) -> tuple[str, float]:
         """Return a hash of the files' names, sizes and times, and the latest of the times."""

@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 
 from phalanx.config import CorpusConfig
 from phalanx.config.schema import SMALLEST_VOCABULARY
+from phalanx.data.addresses import local_path
 from phalanx.data.cache import cache_folder, find_or_make, fingerprint, read_facts
 from phalanx.data.corpus import Document, mixture_of
 from phalanx.data.pretokenised import Pretokenised, files_of_ids
@@ -59,8 +60,8 @@ class TokenFiles:
 
     `validation` is empty if the validation fraction is 0. `num_documents` and `num_bytes` (of text)
     count both files. `text_digest` is the hash of the names and texts of the documents. `left_out`
-    names the files that were not read. A mixture has the `shares` and `names` of its sources, and
-    the sources are the parts of its files; `folder` is that of the first.
+    names the files that were not read. A mixture has `weights` and `names` of its sources, and
+    the parts of its files are the sources; `folder` is the folder of the first.
     """
 
     folder: Path
@@ -71,7 +72,7 @@ class TokenFiles:
     text_digest: str
     tokenizer_digest: str
     left_out: str = ""
-    shares: tuple[int, ...] = ()
+    weights: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
 
     @property
@@ -122,6 +123,7 @@ def prepare(
     mixture = mixture_of(data)
     sources: list[Corpus] = []
     for _, path in mixture:
+        path = local_path(path, cache, report, is_follower=is_follower)
         if not files_of_ids(path):
             sources.append(Corpus(path, corpus.max_bytes, report))
         elif given is None or corpus.max_bytes is not None:
@@ -137,7 +139,6 @@ def prepare(
     ]
     if len(every) == 1:
         return every[0]
-    shares = tuple(share for share, _ in mixture)
     return dataclasses.replace(
         every[0],
         train=joined([files.train for files in every]),
@@ -145,7 +146,7 @@ def prepare(
         num_documents=sum(files.num_documents for files in every),
         num_bytes=sum(files.num_bytes for files in every),
         text_digest=fingerprint("mixture", *(files.text_digest for files in every)),
-        shares=shares,
+        weights=tuple(weight for weight, _ in mixture),
         names=tuple(str(path) for _, path in mixture),
         left_out="; ".join(filter(None, (files.left_out for files in every))),
     )
@@ -173,10 +174,10 @@ def _files_of(
         buffer = io.BytesIO()
         np.save(buffer, count_token_bytes(used))
         (partial / _TOKEN_BYTES).write_bytes(buffer.getvalue())
-        sizes = {"num_ids": count_ids(used), "end_id": end_of_text_id(used)}
+        num_ids, end_id = count_ids(used), end_of_text_id(used)
         with (
-            TokenWriter(partial / _TRAIN, **sizes) as train,
-            TokenWriter(partial / _VALIDATION, **sizes) as validation,
+            TokenWriter(partial / _TRAIN, num_ids=num_ids, end_id=end_id) as train,
+            TokenWriter(partial / _VALIDATION, num_ids=num_ids, end_id=end_id) as validation,
         ):
             if ids is None:
                 held_out = hold_out(*source.names_and_sizes(), fraction)
@@ -198,9 +199,9 @@ def _files_of(
     if ids is not None and is_mapped:
         train, validation = ids.mapped(fraction)
         files = dataclasses.replace(files, train=train, validation=validation)
-    if files.train.num_tokens == 0:
+    if files.train.num_tokens < 2:
         raise DataError(
-            f"nothing is left to train on: the corpus has {text.num_bytes} bytes, all used for "
+            f"nothing is left to train on: {source.data} has {text.num_bytes} bytes, all used for "
             f"corpus.validation = {fraction}; lower that setting, or give more text"
         )
     return files

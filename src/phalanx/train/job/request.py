@@ -29,8 +29,8 @@ from phalanx.config.fields import (
 )
 from phalanx.config.schema import JobConfig
 from phalanx.config.validate import AUTO, check
+from phalanx.data.addresses import check_data
 from phalanx.data.corpus import absolute
-from phalanx.data.pretokenised import check_data
 from phalanx.errors import CheckpointError, ConfigError, nearest
 from phalanx.launch.launched import require_agent
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env

@@ -125,11 +125,11 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
     first = first_epoch(config, about, tokens.train.num_tokens)
     order = Order(len(samples), config.seed, config.corpus.shuffle, first)
     sizes = [count_samples(file, config.corpus.seq_len) for file in tokens.train.parts]
-    if tokens.shares and 0 in sizes:
+    if tokens.weights and 0 in sizes:
         raise DataError(
             f"{tokens.names[sizes.index(0)]} leaves no sample to train on; leave it out"
         )
-    order = order.mixed(sizes, tokens.shares)
+    order = order.mixed(sizes, tokens.weights)
     done, consumed = request.done
     num_steps = DEFAULT_STEPS if config.steps is None else config.steps  # done ones included
     if config.epochs is not None:
@@ -263,10 +263,10 @@ def _num_rows(job: Job) -> int:
 
 def _reads(job: Job) -> list[tuple[str, float]]:
     """Return the name of each source of a mixture, and how many times the run reads it."""
-    order, per_share = job.order, _num_rows(job) / max(1, sum(job.order.shares))
+    order, per_weight = job.order, _num_rows(job) / max(1, sum(job.order.weights))
     return [
-        (name, order.first_epoch + per_share * share / source.num_samples)
-        for name, source, share in zip(job.tokens.names, order.sources, order.shares, strict=True)
+        (name, order.first_epoch + per_weight * weight / source.num_samples)
+        for name, source, weight in zip(job.tokens.names, order.sources, order.weights, strict=True)
     ]
 
 

@@ -294,7 +294,7 @@ def stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
         "text": tokens.text_digest,
         "text bytes": tokens.num_bytes,
         "tokenizer": tokens.tokenizer_digest,
-        **({"shares of the mixture": list(tokens.shares)} if tokens.shares else {}),
+        **({"mixture": list(tokens.weights)} if tokens.weights else {}),
         **{key: value_at(config, key) for key in keys_for(TrainConfig, Use.DATA_ORDER)},
     }
 
@@ -325,7 +325,7 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
     differing = [
         name
         for name, value in ours.items()
-        if before.get(name) != value and name != "corpus.seq_len"
+        if before.get(name) != value and (name != "corpus.seq_len" or tokens.weights)
     ]
     run = manifest.run_of(start.folder) or start.folder
     gone = ""
