@@ -13,10 +13,10 @@ import json
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from phalanx.errors import DataError, nearest
 from phalanx.storage import hint_of_missing
@@ -48,13 +48,16 @@ class Document:
     text: str
 
 
-def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Document]:
+def documents(
+    path: str | None, max_bytes: int | None = None, *, has_rows: bool = False
+) -> Iterator[Document]:
     """Read the documents of a corpus, in a fixed order.
 
     Args:
         path: a file, a folder (searched recursively, in sorted order) or a glob; None is the
             standard library of the running Python: the topics of pydoc_data and the .py sources.
         max_bytes: stop after this many bytes of text (UTF-8), and cut the last document.
+        has_rows: yield each row of .jsonl and .parquet whole, as JSON text, and cut none.
 
     Raises:
         DataError: the path is missing, cannot be read or contains no supported file or no text, or
@@ -62,12 +65,18 @@ def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Docume
     """
     left = max_bytes
     is_empty = True
-    every = (d for name, file in sources(path) for d in _read(name, file, is_ours=path is None))
+    every = (
+        document
+        for name, file in sources(path)
+        for document in (_rows(name, file) if has_rows else _read(name, file, path is None))
+    )
     for document in every:
         if not document.text.strip():
             continue
         if left is not None:
             raw = document.text.encode()
+            if has_rows and len(raw) > left:
+                break
             document = Document(document.name, raw[:left].decode(errors="ignore"))
             left -= len(raw)
         if document.text.strip():
@@ -115,15 +124,42 @@ def left_out(path: str | None) -> str:
     return ", ".join([*words, *([f"{more} others"] if more else [])])
 
 
-def _read(name: str, file: Path, *, is_ours: bool) -> Iterator[Document]:
+def first_row(path: str | None) -> dict[str, Any] | None:
+    """Return the first row of the .jsonl and .parquet files of a corpus; None without such a file.
+
+    Raises:
+        DataError: see `documents`.
+    """
+    files = [] if path is None else sources(path)
+    rows = (d for name, file in files if file.suffix.lower() in _ROWS for d in _rows(name, file))
+    first = next(rows, None)
+    return None if first is None else json.loads(first.text)
+
+
+def _rows(name: str, file: Path) -> Iterator[Document]:
+    """Yield the rows of a file as JSON texts."""
+    match file.suffix.lower():
+        case ".jsonl":
+            yield from _read_jsonl(file, name, lambda line, where: json.dumps(_object(line, where)))
+        case ".parquet":
+            yield from _read_parquet(file, name, None)
+        case _:
+            raise DataError(f"{file} is text, but other files of the corpus have rows of chats")
+
+
+_ROWS = (".jsonl", ".parquet")
+"""Suffixes of files with rows."""
+
+
+def _read(name: str, file: Path, is_ours: bool) -> Iterator[Document]:
     """Yield the documents of a file; `is_ours`: it is of the standard library."""
     if is_ours and name == _TOPICS:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
         yield from (Document(f"{_TOPICS}/{topic}", topics[topic]) for topic in sorted(topics))
     elif file.suffix.lower() == ".jsonl":
-        yield from _read_jsonl(file, name)
+        yield from _read_jsonl(file, name, _text_in)
     elif file.suffix.lower() == ".parquet":
-        yield from _read_parquet(file, name)
+        yield from _read_parquet(file, name, FIELD)
     else:
         try:
             yield Document(name, _decode(_read_bytes(file), file))
@@ -225,21 +261,21 @@ def _decode(raw: bytes, file: Path, start: int = 0) -> str:
         ) from error
 
 
-def _read_jsonl(file: Path, name: str) -> Iterator[Document]:
+def _read_jsonl(file: Path, name: str, text_of: Callable[[str, str], str]) -> Iterator[Document]:
     offset = 0
     try:
         with file.open("rb") as lines:
             for number, raw in enumerate(lines, start=1):
                 if raw.strip():
                     text = _decode(raw, file, offset)
-                    yield Document(f"{name}:{number}", _text_in(text, f"{file}, line {number}"))
+                    yield Document(f"{name}:{number}", text_of(text, f"{file}, line {number}"))
                 offset += len(raw)
     except OSError as error:
         raise _unreadable(file, error) from error
 
 
-def _text_in(line: str, where: str) -> str:
-    """Return the text of a line of .jsonl; `where` names the line in messages."""
+def _object(line: str, where: str) -> dict[str, Any]:
+    """Return the object in a line of .jsonl; `where` names the line in messages."""
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError) as error:  # too long a number; too deeply nested
@@ -251,6 +287,12 @@ def _text_in(line: str, where: str) -> str:
         raise DataError(
             f"{where} is a {type(record).__name__}; expected an object with the field '{FIELD}'"
         )
+    return cast("dict[str, Any]", record)
+
+
+def _text_in(line: str, where: str) -> str:
+    """Return the text of a line of .jsonl."""
+    record = _object(line, where)
     if FIELD not in record:
         raise DataError(
             f"{where} has no field '{FIELD}'{nearest(FIELD, record)}; its fields are "
@@ -279,7 +321,8 @@ def _checked(value: object, where: str) -> str:
     return value
 
 
-def _read_parquet(file: Path, name: str) -> Iterator[Document]:
+def _read_parquet(file: Path, name: str, field: str | None) -> Iterator[Document]:
+    """Yield the texts of a column, or the rows as JSON texts if `field` is None."""
     try:
         parquet = importlib.import_module("pyarrow.parquet")
         arrow = importlib.import_module("pyarrow")
@@ -291,15 +334,15 @@ def _read_parquet(file: Path, name: str) -> Iterator[Document]:
     try:
         with parquet.ParquetFile(file) as table:
             columns: list[str] = table.schema_arrow.names
-            if FIELD not in columns:
+            if field is not None and field not in columns:
                 raise DataError(
                     f"{file} has no column '{FIELD}'{nearest(FIELD, columns)}; its columns are "
                     f"{', '.join(map(repr, columns)) or 'none'}"
                 )
             row = 0
-            for rows in table.iter_batches(batch_size=1024, columns=[FIELD]):
+            for rows in table.iter_batches(batch_size=1024, columns=field and [field]):
                 try:
-                    values: list[object] = rows.column(0).to_pylist()
+                    values: list[object] = (rows if field is None else rows.column(0)).to_pylist()
                 except UnicodeDecodeError as error:
                     raise DataError(
                         f"{file}, rows {row + 1} to {row + rows.num_rows}: '{FIELD}' is not UTF-8: "
@@ -307,7 +350,10 @@ def _read_parquet(file: Path, name: str) -> Iterator[Document]:
                     ) from error
                 for value in values:
                     row += 1
-                    yield Document(f"{name}:{row}", _checked(value, f"{file}, row {row}"))
+                    if field is None:
+                        yield Document(f"{name}:{row}", json.dumps(value, default=str))
+                    else:
+                        yield Document(f"{name}:{row}", _checked(value, f"{file}, row {row}"))
     except (OSError, arrow.ArrowException) as error:  # pyarrow raises OSError for bad content
         if isinstance(error, OSError) and error.errno is not None:
             raise _unreadable(file, error) from error

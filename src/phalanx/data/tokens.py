@@ -44,9 +44,9 @@ from phalanx.errors import ConfigError, DataError
 _LARGEST_TRAINED_VOCABULARY = 8192
 _TRAINING_BYTES = 64 << 20
 
-_TRAIN = "train.bin"
-_VALIDATION = "validation.bin"
-_TOKENIZER = "tokenizer.json"
+TRAIN = "train.bin"
+VALIDATION = "validation.bin"
+TOKENIZER = "tokenizer.json"
 _TOKEN_BYTES = "token_bytes.npy"
 
 
@@ -55,7 +55,8 @@ class TokenFiles:
     """The prepared data: a folder that any process can open with `open_tokens`.
 
     `validation` is empty if the validation fraction is 0. `num_documents` and `num_bytes` (of text)
-    count both files. `text_digest` is the hash of the names and texts of the documents.
+    count both files. `text_digest` is the hash of the names and texts of the documents. `chat` has
+    the values of a `chats.ChatStats`; it is None for text.
     """
 
     folder: Path
@@ -65,11 +66,12 @@ class TokenFiles:
     num_bytes: int
     text_digest: str
     tokenizer_digest: str
+    chat: dict[str, Any] | None = None
 
     @property
     def tokenizer(self) -> Path:
         """The tokenizer.json that encoded the text."""
-        return self.folder / _TOKENIZER
+        return self.folder / TOKENIZER
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
         """Read the number of bytes of text that each id stands for, by id."""
@@ -119,7 +121,7 @@ def prepare(
     def write(partial: Path) -> dict[str, object]:
         held_out = hold_out(*source.names_and_sizes(), corpus.validation)
         # By Python's own files, because the writers of the libraries hide that a disk is full.
-        (partial / _TOKENIZER).write_text(used.to_str(), "utf-8")
+        (partial / TOKENIZER).write_text(used.to_str(), "utf-8")
         buffer = io.BytesIO()
         np.save(buffer, count_token_bytes(used))
         (partial / _TOKEN_BYTES).write_bytes(buffer.getvalue())
@@ -155,8 +157,8 @@ def open_tokens(folder: str | Path) -> TokenFiles:
         raise DataError(f"{folder} has no complete token files; prepare the data again")
     return TokenFiles(
         folder,
-        open_token_file(folder / _TRAIN),
-        open_token_file(folder / _VALIDATION),
+        open_token_file(folder / TRAIN),
+        open_token_file(folder / VALIDATION),
         **cast("dict[str, Any]", facts),
     )
 
@@ -196,11 +198,11 @@ def _trained_tokenizer(cache: Path, source: Corpus, text: TextStats, vocab_size:
         trained = train_tokenizer(
             chosen(), vocab_size, lambda: source.report("merge the most frequent pairs", 0, 0)
         )
-        (partial / _TOKENIZER).write_text(trained.to_str(), "utf-8")
+        (partial / TOKENIZER).write_text(trained.to_str(), "utf-8")
         return {}
 
     find_or_make(folder, write, needed_bytes=64 * vocab_size)
-    return load_tokenizer(folder / _TOKENIZER)
+    return load_tokenizer(folder / TOKENIZER)
 
 
 def _encode(
@@ -220,8 +222,8 @@ def _encode(
                     yield piece
 
     with (
-        TokenWriter(folder / _TRAIN, num_ids=num_ids, end_id=end_id) as train,
-        TokenWriter(folder / _VALIDATION, num_ids=num_ids, end_id=end_id) as validation,
+        TokenWriter(folder / TRAIN, num_ids=num_ids, end_id=end_id) as train,
+        TokenWriter(folder / VALIDATION, num_ids=num_ids, end_id=end_id) as validation,
         closing(encode_pieces(tokenizer, pieces())) as encoded,
     ):
         done_bytes = 0
@@ -263,12 +265,15 @@ class HeldOut:
             yield number in self.validation, document.text
 
 
-def hold_out(names: Sequence[str], sizes_bytes: Sequence[int], fraction: float) -> HeldOut:
+def hold_out(
+    names: Sequence[str], sizes_bytes: Sequence[int], fraction: float, *, is_whole: bool = False
+) -> HeldOut:
     """Choose about `fraction` of the bytes, in [0, 1), for validation.
 
     Documents are held out whole, in an order of the hashes of their names, so that a document added
     to the corpus moves few others between the splits. A document is cut if holding it out whole or
-    not at all would miss the fraction by over a quarter, or if no other is left to train on.
+    not at all would miss the fraction by over a quarter, or if no other is left to train on; with
+    `is_whole`, none is cut.
     """
     wanted = round(fraction * sum(sizes_bytes))
     hashes = [
@@ -286,10 +291,10 @@ def hold_out(names: Sequence[str], sizes_bytes: Sequence[int], fraction: float) 
         if excess <= 0:
             chosen.add(number)
             taken += sizes_bytes[number]
-        elif min(missing, excess) > wanted / 4 or len(chosen) + 1 == len(names):
+        elif not is_whole and (min(missing, excess) > wanted / 4 or len(chosen) + 1 == len(names)):
             return HeldOut(frozenset(chosen), (number, missing))
         else:
-            if excess < missing:
+            if excess < missing and len(chosen) + 1 < len(names):
                 chosen.add(number)
             break
     return HeldOut(frozenset(chosen))
