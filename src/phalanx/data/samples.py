@@ -12,6 +12,9 @@ is predicted from E alone. This label counts in the loss, because generation sta
 label E at the last token of a document counts too, because it teaches where a text ends. So the sum
 of the losses over a file is the code length of all its documents, and bits per byte divides this
 sum by exactly their bytes; E itself counts as 0 bytes.
+
+A marked file, of chats, has whole conversations in each T tokens, and none crosses into the next
+sample. Its marks take the place of E: only TRAINED tokens are labels, and OPENS opens a document.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from phalanx.data.token_file import TokenFile
+from phalanx.data.token_file import OPENS, TRAINED, TokenFile
 from phalanx.models.attention import to_device
 from phalanx.models.loss import IGNORE
 
@@ -102,10 +105,15 @@ class Samples:
         labels_BT = np.full_like(tokens_BT, IGNORE)
         tokens_BT[is_label_BT] = self._tokens[places_BT[is_label_BT]]
         labels_BT[is_label_BT] = self._tokens[places_BT[is_label_BT] + 1]
+        opens_BT = (tokens_BT == self.file.end_id) & is_label_BT
+        if self.file.is_marked:
+            opens_BT = (tokens_BT & OPENS) > 0
+            tokens_BT &= OPENS - 1
+            labels_BT = np.where(labels_BT & TRAINED, labels_BT & (OPENS - 1), IGNORE)
+            labels_BT[~is_label_BT] = IGNORE
         positions_BT = np.broadcast_to(np.arange(self.seq_len), tokens_BT.shape)
         documents_BT = None
         if self.document_mask:
-            opens_BT = (tokens_BT == self.file.end_id) & is_label_BT
             opens_BT[:, 0] = False  # the first document of a row is 0, even if it starts here
             starts_BT = np.maximum.accumulate(np.where(opens_BT, positions_BT, 0), axis=1)
             positions_BT = positions_BT - starts_BT

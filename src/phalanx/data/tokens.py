@@ -48,9 +48,9 @@ from phalanx.errors import ConfigError, DataError
 _LARGEST_TRAINED_VOCABULARY = 8192
 _TRAINING_BYTES = 64 << 20
 
-_TRAIN = "train.bin"
-_VALIDATION = "validation.bin"
-_TOKENIZER = "tokenizer.json"
+TRAIN = "train.bin"
+VALIDATION = "validation.bin"
+TOKENIZER = "tokenizer.json"
 _TOKEN_BYTES = "token_bytes.npy"
 
 
@@ -61,7 +61,8 @@ class TokenFiles:
     `validation` is empty if the validation fraction is 0. `num_documents` and `num_bytes` (of text)
     count both files. `text_digest` is the hash of the names and texts of the documents. `left_out`
     names the files that were not read. A mixture has `weights` and `names` of its sources, and
-    the parts of its files are the sources; `folder` is the folder of the first.
+    the parts of its files are the sources; `folder` is the folder of the first. `chat` has the
+    values of a `chats.ChatStats`; it is None for text.
     """
 
     folder: Path
@@ -74,11 +75,12 @@ class TokenFiles:
     left_out: str = ""
     weights: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    chat: dict[str, Any] | None = None
 
     @property
     def tokenizer(self) -> Path:
         """The tokenizer.json that encoded the text."""
-        return self.folder / _TOKENIZER
+        return self.folder / TOKENIZER
 
     def token_bytes(self) -> npt.NDArray[np.int32]:
         """Read the number of bytes of text that each id stands for, by id."""
@@ -170,14 +172,14 @@ def _files_of(
 
     def write(partial: Path) -> dict[str, object]:
         # By Python's own files, because the writers of the libraries hide that a disk is full.
-        (partial / _TOKENIZER).write_text(used.to_str(), "utf-8")
+        (partial / TOKENIZER).write_text(used.to_str(), "utf-8")
         buffer = io.BytesIO()
         np.save(buffer, count_token_bytes(used))
         (partial / _TOKEN_BYTES).write_bytes(buffer.getvalue())
         num_ids, end_id = count_ids(used), end_of_text_id(used)
         with (
-            TokenWriter(partial / _TRAIN, num_ids=num_ids, end_id=end_id) as train,
-            TokenWriter(partial / _VALIDATION, num_ids=num_ids, end_id=end_id) as validation,
+            TokenWriter(partial / TRAIN, num_ids=num_ids, end_id=end_id) as train,
+            TokenWriter(partial / VALIDATION, num_ids=num_ids, end_id=end_id) as validation,
         ):
             if ids is None:
                 held_out = hold_out(*source.names_and_sizes(), fraction)
@@ -219,8 +221,8 @@ def open_tokens(folder: str | Path) -> TokenFiles:
         raise DataError(f"{folder} has no complete token files; prepare the data again")
     return TokenFiles(
         folder,
-        open_token_file(folder / _TRAIN),
-        open_token_file(folder / _VALIDATION),
+        open_token_file(folder / TRAIN),
+        open_token_file(folder / VALIDATION),
         **cast("dict[str, Any]", facts),
     )
 
@@ -264,11 +266,11 @@ def _trained_tokenizer(
         trained = train_tokenizer(
             chosen(), vocab_size, lambda: report("merge the most frequent pairs", 0, 0)
         )
-        (partial / _TOKENIZER).write_text(trained.to_str(), "utf-8")
+        (partial / TOKENIZER).write_text(trained.to_str(), "utf-8")
         return {}
 
     find_or_make(folder, write, needed_bytes=64 * vocab_size)
-    return load_tokenizer(folder / _TOKENIZER)
+    return load_tokenizer(folder / TOKENIZER)
 
 
 def _encode(
@@ -331,12 +333,15 @@ class HeldOut:
             yield number in self.validation, document.text
 
 
-def hold_out(names: Sequence[str], sizes_bytes: Sequence[int], fraction: float) -> HeldOut:
+def hold_out(
+    names: Sequence[str], sizes_bytes: Sequence[int], fraction: float, *, is_whole: bool = False
+) -> HeldOut:
     """Choose about `fraction` of the bytes, in [0, 1), for validation.
 
     Documents are held out whole, in an order of the hashes of their names, so that a document added
     to the corpus moves few others between the splits. A document is cut if holding it out whole or
-    not at all would miss the fraction by over a quarter, or if no other is left to train on.
+    not at all would miss the fraction by over a quarter, or if no other is left to train on; with
+    `is_whole`, none is cut.
     """
     wanted = round(fraction * sum(sizes_bytes))
     hashes = [
@@ -354,10 +359,10 @@ def hold_out(names: Sequence[str], sizes_bytes: Sequence[int], fraction: float) 
         if excess <= 0:
             chosen.add(number)
             taken += sizes_bytes[number]
-        elif min(missing, excess) > wanted / 4 or len(chosen) + 1 == len(names):
+        elif not is_whole and (min(missing, excess) > wanted / 4 or len(chosen) + 1 == len(names)):
             return HeldOut(frozenset(chosen), (number, missing))
         else:
-            if excess < missing:
+            if excess < missing and len(chosen) + 1 < len(names):
                 chosen.add(number)
             break
     return HeldOut(frozenset(chosen))

@@ -8,19 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from torch import Tensor
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.untrusted import brief, decode, read_json
 from phalanx.checkpoint.weights import Weights, open_checkpoint
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.companions import (
-    TOKENIZER_CONFIG,
+    chat_templates_of,
     ids_of,
     is_of_run,
     special_tokens_of,
@@ -28,12 +27,6 @@ from phalanx.hugging_face.companions import (
 )
 from phalanx.hugging_face.convert import kind_of, open_hugging_face
 from phalanx.infer.options import RequestError
-from phalanx.storage import read_text
-
-TEMPLATE = "chat_template.jinja"
-
-DEFAULT = "default"
-"""Name of the chat template that is used if a model has several."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,7 @@ class Served:
         tokenizer: tokenizer; text that spells a special token is encoded as plain text.
         begin_ids: ids to put before each text; None if the tokenizer itself adds them.
         end_ids: ids of the tokens that end a text.
-        chat_templates: name -> Jinja source of a chat template; see `DEFAULT`.
+        chat_templates: name -> Jinja source of a chat template; see `companions.DEFAULT`.
         template_names: variables for a template, such as `bos_token`.
     """
 
@@ -140,7 +133,7 @@ def open_served(path: Path) -> Served:
         tokenizer=tokenizer,
         begin_ids=_several(ids["bos_token_id"]) if is_run else None,
         end_ids=_several(ids["eos_token_id"]),
-        chat_templates=_templates(weights.folder),
+        chat_templates=chat_templates_of(weights.folder),
         template_names=names,
     )
 
@@ -150,26 +143,6 @@ def _several(ids: int | list[int] | None) -> tuple[int, ...]:
     if isinstance(ids, list):
         return tuple(ids)
     return () if ids is None else (ids,)
-
-
-def _templates(folder: Path) -> dict[str, str]:
-    """Return the chat templates of a folder: name -> Jinja source."""
-    file = folder / TOKENIZER_CONFIG
-    templates: Any = (
-        read_json(file, may_be_link=True).get("chat_template") if file.is_file() else None
-    )
-    if (folder / TEMPLATE).is_file():
-        templates = read_text(folder / TEMPLATE)
-    if isinstance(templates, list):
-        try:
-            by_name = {each["name"]: each["template"] for each in cast("list[Any]", templates)}
-            return decode(dict[str, str], by_name)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{file}: chat_template is {brief(templates)}; expected a string, or a list of "
-                "objects with name and template"
-            ) from error
-    return {DEFAULT: templates} if isinstance(templates, str) else {}
 
 
 def fill_from(weights: Weights) -> Any:

@@ -163,6 +163,8 @@ class TextSession(Session):
 
     @override
     def scores(self, loss_sum: float) -> Mapping[str, float]:
+        if self.job.tokens.chat is not None:  # labels are some tokens of a text, not all its bytes
+            return {}
         token_bytes = self.job.tokens.token_bytes()
         num_bytes = self.validation.count_bytes(self._validation_rows(), token_bytes)
         return {"bits_per_byte": loss_sum / math.log(2) / num_bytes}
@@ -213,8 +215,14 @@ class TextSession(Session):
     def sample(self) -> str:
         job = self.job
         tokenizer = load_tokenizer(job.tokens.tokenizer)
-        prompt = job.config.prompt
-        if prompt is None:
+        prompt, ids, end_ids = job.config.prompt, None, [job.tokens.train.end_id]
+        if job.tokens.chat is not None:
+            from phalanx.data.chats import ChatStats  # imports jinja2
+
+            chat = ChatStats(**job.tokens.chat)
+            prompt, ids = chat.encode(tokenizer, prompt)
+            prompt, end_ids = f"user: {prompt}\nassistant: ", chat.end_ids
+        elif prompt is None:
             prompt = opening(job.tokens, tokenizer)
         # Eager, because each text length would be compiled. `set_stance` imports the compiler, so
         # it is called only if the run compiles.
@@ -225,7 +233,8 @@ class TextSession(Session):
                 self.step.run,
                 tokenizer,
                 prompt,
-                first_id=job.tokens.train.end_id,
+                ids=ids,
+                end_ids=end_ids,
                 seed=job.config.seed,
             )
 

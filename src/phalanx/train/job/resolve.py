@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,14 +15,23 @@ from phalanx.checkpoint.manifest import Manifest, incomplete_after
 from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, keys_for, value_at
 from phalanx.config.validate import check_warmup
+from phalanx.data.chat_rows import LAYOUTS, layout_of
+from phalanx.data.corpus import first_row
 from phalanx.data.loader import total_steps
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples, count_samples
 from phalanx.data.survey import Progress
 from phalanx.data.tokens import TokenFiles, prepare
 from phalanx.errors import ConfigError, DataError
+from phalanx.hugging_face.companions import (
+    DEFAULT,
+    chat_templates_of,
+    ids_of,
+    special_tokens_of,
+)
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.parallel.pipeline.cut import strategy_facts
+from phalanx.storage import hint_of_missing, read_text
 from phalanx.train.job.request import Request, settle
 from phalanx.train.job.resume import (
     check_stream,
@@ -102,14 +112,7 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
     if not continues_served(out, config.server.coordinator):
         check_unused(out, start)
     check_writable(out)
-    tokens = prepare(
-        config.data,
-        config.corpus,
-        model_vocab_size=request.shape.vocab_size,
-        tokenizer=tokenizer_of(config, request.weights_folder),
-        is_follower=is_under_torchrun() and read_rank_env().local_rank > 0,
-        progress=progress,
-    )
+    tokens = _tokens_of(request, progress)
     if start is not None:
         check_stream(start, request.settings(), tokens)
     if tokens.train.num_tokens <= config.corpus.seq_len:
@@ -155,6 +158,61 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
             settled[key] = start.about.settings.get(key)
     known: dict[str, Any] = {**vars(request), "config": request.settings(**settled)}
     return Job(**known, num_steps=num_steps, tokens=tokens, samples=samples, order=order, out=out)
+
+
+def _tokens_of(request: Request, progress: Progress | None) -> TokenFiles:
+    """Prepare the data of a request: text, or chats.
+
+    Raises:
+        DataError: the data cannot be read.
+        ConfigError: the model of chats has no chat template or tokenizer.
+    """
+    config = request.config
+    tokenizer = tokenizer_of(config, request.weights_folder)
+    how: dict[str, Any] = {
+        "model_vocab_size": request.shape.vocab_size,
+        "tokenizer": tokenizer,
+        "is_follower": is_under_torchrun() and read_rank_env().local_rank > 0,
+        "progress": progress,
+    }
+    row = first_row(config.data)
+    layout = None if row is None else layout_of(row)
+    if layout is None:
+        if config.chat_template is not None:
+            raise ConfigError(
+                f"chat_template is {config.chat_template}, but the data are text, not chats; "
+                f"rows of chats have the fields {' or '.join(map(' and '.join, LAYOUTS.values()))}"
+            )
+        return prepare(config.data, config.corpus, **how)
+    # jinja2 and more, which a run on text does not need.
+    from phalanx.data.chats import ChatFormat, prepare_chats
+
+    assert config.data is not None, "the standard library has no rows"
+    chats = f"the data {config.data} are chats of the layout {layout}, but"
+    if tokenizer is None:
+        raise ConfigError(
+            f"{chats} model {request.name} has no tokenizer; give a Hugging Face folder by --model "
+            "FOLDER, or --tokenizer"
+        )
+    # The files beside tokenizer.json: of a Hugging Face folder, a checkpoint or a run.
+    beside = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
+    if config.chat_template is not None:
+        file = Path(os.path.expanduser(config.chat_template))
+        if not file.is_file():
+            raise ConfigError(
+                f"chat_template is {file}, which is not a file{hint_of_missing(file)}"
+            )
+        template = read_text(file)
+    elif (template := (templates := chat_templates_of(beside)).get(DEFAULT)) is None:
+        others = f" but of the names {', '.join(templates)}" if templates else ""
+        raise ConfigError(
+            f"{chats} {beside} has no chat template{others}; give one by --chat-template FILE"
+        )
+    names, added = special_tokens_of(beside)
+    ends = ids_of(beside)["eos_token_id"]
+    end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    form = ChatFormat(template, names, added, end_ids)
+    return prepare_chats(config.data, config.corpus, layout, form, **how)
 
 
 def _check_split(request: Request) -> None:
@@ -234,13 +292,29 @@ def words_of(job: Job) -> list[str]:
     skipped = f" (left out: {tokens.left_out})" if tokens.left_out else ""
     held, epochs = tokens.validation.num_tokens, f"{num_epochs(job):.2g}"
     reads = ", ".join(f"{name} is read {times:.2g} times" for name, times in _reads(job))
+    kind, trained, more = "document", f"{tokens.train.num_tokens:,} tokens to train on", ""
+    if (chat := tokens.chat) is not None:
+        kind, held = "conversation", held if held > 1 else 0
+        places = tokens.train.num_tokens + tokens.validation.num_tokens - 2
+        trained = (
+            f"of the layout {chat['layout']}, {chat['num_tokens']:,} tokens, of which "
+            f"{chat['num_trained']:,} in answers, packed into {places:,} places; "
+            f"{tokens.train.num_tokens - 1:,} to train on"
+        )
+        long = f" (corpus.seq_len; the longest has {chat['longest']:,})"
+        for number, what in (
+            (chat["num_cut"], f"cut after {job.config.corpus.seq_len} tokens{long}"),
+            (chat["num_left_out"], "left out, without a token of an answer"),
+            (chat["num_endless"], "answers that no special token ends: nothing teaches the end"),
+        ):
+            more += f"; {number:,} {what}" if number else ""
     return [
         *job.choice,
         f"{job.name} ({num_parameters(job.shape).total:,} parameters){weights}; {job.strategy} on "
         f"{job.device}; {job.batch}; {job.num_steps} steps",
         f"data: {job.config.data or 'the standard library of this Python'}: {tokens.num_bytes:,} "
-        f"bytes in {_count(tokens.num_documents, 'document')}{skipped}, "
-        f"{tokens.train.num_tokens:,} tokens to train on and {held:,} to validate; "
+        f"bytes in {_count(tokens.num_documents, kind)}{skipped}, {trained} and {held:,} to "
+        f"validate{more}; "
         f"{_count(job.num_steps, 'step')} "
         f"{'is' if job.num_steps == 1 else 'are'} {epochs} epoch{'' if epochs == '1' else 's'}"
         f"{f' ({reads})' if reads else ''}",

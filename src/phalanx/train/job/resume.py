@@ -19,6 +19,7 @@ from phalanx.config import BatchConfig, TrainConfig
 from phalanx.config.fields import Schema, Use, keys_for, settings, value_at, with_value
 from phalanx.config.file import RUN_FILE, read_values
 from phalanx.config.validate import AUTO
+from phalanx.data.cache import fingerprint
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face import companions
 from phalanx.hugging_face.config import CONFIG
@@ -295,8 +296,15 @@ def stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
         "text bytes": tokens.num_bytes,
         "tokenizer": tokens.tokenizer_digest,
         **({"mixture": list(tokens.weights)} if tokens.weights else {}),
+        **({} if tokens.chat is None else {"chat template": chat_digest(tokens.chat, config)}),
         **{key: value_at(config, key) for key in keys_for(TrainConfig, Use.DATA_ORDER)},
     }
+
+
+def chat_digest(chat: Mapping[str, Any], config: TrainConfig) -> str:
+    """Return a hash of how conversations become rows: format, answers trained on, row length."""
+    names = ("layout", "template", "names")
+    return fingerprint(*(chat[name] for name in names), config.corpus.turns, config.corpus.seq_len)
 
 
 def has_new_length(config: TrainConfig, about: Manifest) -> bool:
@@ -364,6 +372,11 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
             f"the tokenizer ({config.tokenizer or made or tokens.tokenizer}) is not the one that "
             "this run was made with; leave --tokenizer and --corpus.vocab-size out to use "
             f"{run / companions.TOKENIZER}"
+        )
+    elif name == "chat template":
+        said = (
+            "the chat template, corpus.turns or corpus.seq_len is not the one that this run was "
+            "made with, so its conversations are other rows; leave them out"
         )
     else:
         said = (

@@ -19,7 +19,7 @@ from phalanx.config import TrainConfig
 from phalanx.config.file import RUN_FILE, to_toml
 from phalanx.config.schema import JobConfig, RunConfig
 from phalanx.errors import ConfigError, PhalanxError, TrainingError
-from phalanx.hugging_face.companions import keep_family, keep_tokenizer
+from phalanx.hugging_face.companions import keep_chat, keep_family, keep_tokenizer
 from phalanx.launch import debug_net, rank_log
 from phalanx.launch.launched import launched
 from phalanx.launch.rank_env import is_under_torchrun
@@ -139,7 +139,10 @@ def keep_origin(job: Job) -> None:
     """
     job.out.mkdir(parents=True, exist_ok=True)
     keep_tokenizer(job.tokens.tokenizer, job.out)
-    if job.weights_folder is not None:
+    if (chat := job.tokens.chat) is not None:
+        words = (chat["template"], chat["names"], chat["end_ids"])
+        keep_chat(job.weights_folder, job.out, *words)
+    elif job.weights_folder is not None:
         keep_family(job.weights_folder, job.out)
     file, state = job.out / RUN_FILE, launched()
     if state is None or state.run is None or not file.exists():  # else the first generation's stay
