@@ -9,16 +9,20 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
-from phalanx.errors import CheckpointError
+from phalanx.checkpoint.tensor_file import SUFFIX, ObjectFile, open_file
+from phalanx.errors import CheckpointError, StoreError
+from phalanx.object_store import address_of, fetch, is_stale, listed, put, remove, size_of
 from phalanx.storage import PARTIAL, checksum, publish_folder, sync
 
 
 def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> None:
     """Compare files of a checkpoint with the checksums in its manifest.
+
+    Of tensors in an object store only the size: what is read later is compared by blocks.
 
     The files are split into `num_turns` parts of about equal bytes; this call reads part `turn`.
 
@@ -32,7 +36,7 @@ def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> 
         loads[lightest] += num_bytes
         if lightest != turn:
             continue
-        problem = _problem(folder / name, num_bytes, sha256)
+        problem = _problem(folder / about.save / name, num_bytes, sha256)
         if problem is not None:
             raise CheckpointError(
                 f"its file {name} {problem}{manifest.older_checkpoints_hint(folder)}"
@@ -67,7 +71,7 @@ def find_whole(path: Path, *, compares: bool) -> Checkpoint:
                     list(pool.map(work, range(NUM_TURNS)))
             return checkpoint._replace(damaged=damaged)
         except CheckpointError as error:
-            if not folder.exists():  # the run has removed it meanwhile
+            if manifest.identity(folder) is None:  # the run has removed it meanwhile
                 return find_whole(path, compares=compares)
             damaged[folder] = f"{folder}: {str(error).partition(manifest.OLDER)[0]}"
     return manifest.find_and_read(path)
@@ -80,12 +84,16 @@ NUM_TURNS: Final = 4
 def _problem(path: Path, num_bytes: int, sha256: str) -> str | None:
     """Return how a file differs from its recorded size and sha256; None if it matches."""
     try:
-        if path.is_file() and (actual := path.stat().st_size) != num_bytes:
+        is_remote = address_of(path) is not None and path.suffix == SUFFIX
+        actual = size_of(path) if is_remote else fetch(path).stat().st_size
+        if (is_remote or path.is_file()) and actual != num_bytes:
             return f"has {actual} bytes, but {num_bytes} were written"
-        if checksum(path)[1] != sha256:
+        if not is_remote and checksum(path)[1] != sha256:
             return "is damaged: its sha256 differs from the recorded one"
     except FileNotFoundError:
         return "is missing"
+    except StoreError:
+        raise
     except CheckpointError:
         return "is a link, a folder or a device, expected a regular file"
     except OSError as error:
@@ -93,13 +101,29 @@ def _problem(path: Path, num_bytes: int, sha256: str) -> str | None:
     return None
 
 
-def partial_of(final: Path) -> Path:
-    """Return the temporary folder in which the checkpoint `final` is written."""
-    return final.with_name(final.name + PARTIAL)
+def open_tensors(folder: Path, about: Manifest, name: str) -> Any:
+    """Open a tensor file of a checkpoint to read its tensors.
+
+    Raises:
+        CheckpointError: it is damaged.
+        OSError: an object store failed each time.
+    """
+    path = folder / about.save / name
+    if address_of(path) is None:
+        return open_file(path)
+    return ObjectFile(path, about.files[name][0], about.blocks.get(name, ()))
 
 
-def make_partial(final: Path, *, replaces: bool = False) -> Path:
-    """Create and return the temporary folder in which the checkpoint `final` is written.
+def partial_of(final: Path, save: str) -> Path:
+    """Return the folder in which a `save` writes the checkpoint `final`.
+
+    It is temporary; in an object store it is a new folder in `final`, and stays.
+    """
+    return final.with_name(final.name + PARTIAL) if address_of(final) is None else final / save
+
+
+def make_partial(final: Path, save: str = "", *, replaces: bool = False) -> Path:
+    """Create and return the folder in which a `save` writes the checkpoint `final`.
 
     Also remove the temporary folders that killed runs left, see `_is_left`. Exception: a complete
     checkpoint that `publish` had renamed to REMOVED without publishing its replacement gets its
@@ -107,6 +131,7 @@ def make_partial(final: Path, *, replaces: bool = False) -> Path:
 
     Args:
         final: folder of the checkpoint once it is published.
+        save: name of the save, which no other has; used in object stores.
         replaces: whether `final` may be a complete checkpoint already; `publish` then replaces it.
 
     Raises:
@@ -116,17 +141,19 @@ def make_partial(final: Path, *, replaces: bool = False) -> Path:
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     whole = manifest.complete_checkpoints(final.parent.parent).values()
-    for path in final.parent.iterdir():
+    is_here = address_of(final) is None
+    for path in final.parent.iterdir() if is_here else ():
         if path.suffix == manifest.REMOVED and path in whole:
             path.rename(path.with_suffix(""))
         elif path.suffix in (PARTIAL, manifest.REMOVED) and _is_left(path):
             _remove(path)
-    if final.is_dir() and not (final / manifest.NAME).exists() and not _is_left(final):
+    is_other = final.is_dir() and not (final / manifest.NAME).exists() and not _is_left(final)
+    if is_here and is_other:
         raise CheckpointError("there is a folder of that name with other files; move it away")
     if not replaces and (final / manifest.NAME).exists():
         raise CheckpointError("there is one of that name already")
-    partial = partial_of(final)
-    partial.mkdir(exist_ok=True)  # files that could not be removed are overwritten
+    partial = partial_of(final, save)
+    partial.mkdir(parents=True, exist_ok=True)  # files that could not be removed are overwritten
     return partial
 
 
@@ -165,6 +192,8 @@ def publish(
         CheckpointError: a file that a rank has written is missing.
         OSError: the disk is full, or the folder cannot be renamed.
     """
+    if address_of(final) is not None:
+        return _publish_objects(partial, final, about, moved)
     for name in about.files:
         if not (partial / name).is_file():
             raise CheckpointError(
@@ -190,6 +219,44 @@ def publish(
     moved()
     if is_there:
         _remove(removed)
+
+
+def _publish_objects(
+    partial: Path, final: Path, about: Manifest, moved: Callable[[], None]
+) -> None:
+    """Publish a checkpoint to an object store by its manifest, in one request.
+
+    Raises:
+        CheckpointError: a file of a rank is missing, or another process has published `final`.
+        OSError: the store failed each time.
+    """
+    # What a kill after each line leaves as the checkpoint of step N; B replaces A:
+    #
+    #     step-N/A/...  step-N/B/rank-0   (ranks)    the one of A, if there was one
+    #     step-N/B/index.json                        the one of A
+    #     step-N/manifest.json            names B    the one of B
+    #     remove step-N/A/...                        the one of B
+    #
+    # No object that a manifest names is ever written again, and a manifest is written last and
+    # removed first. So whoever reads a manifest has all it names, or finds another manifest.
+    put(partial / index.NAME, (partial / index.NAME).read_bytes())
+    there = listed(partial)
+    for name, (num_bytes, _) in about.files.items():
+        if there.get(partial / name, {}).get("size") != num_bytes:
+            raise CheckpointError(f"{partial / name} is not there, though a rank has written it")
+    moved()
+    manifest.write(partial, about)
+    content, replaced = (partial / manifest.NAME).read_bytes(), fetch(final / manifest.NAME)
+    former = manifest.read(final).save if replaced.exists() else None
+    try:
+        put(final / manifest.NAME, content, is_new=former is None)
+    except FileExistsError as error:
+        raise CheckpointError("another process has saved one of that name meanwhile") from error
+    (partial / manifest.NAME).unlink()
+    moved()
+    if former:
+        with suppress(OSError):
+            remove(listed(final / former))
 
 
 def remove_older(
@@ -222,9 +289,25 @@ def remove_older(
                 continue
             removed = folder.with_name(folder.name + manifest.REMOVED)
             with suppress(OSError):
-                folder.rename(removed)
+                if address_of(folder) is not None:
+                    remove([folder / manifest.NAME])
+                    remove(listed(folder))
+                    removed = folder
+                else:
+                    folder.rename(removed)
                 _remove(removed)
             moved()
+        if address_of(run) is not None:
+            _remove_left(run)
+
+
+def _remove_left(run: Path) -> None:
+    """Remove the objects that killed runs left: no manifest names them, since STALE_S ago."""
+    whole = manifest.complete_checkpoints(run).values()
+    used = {folder / manifest.read(folder).save for folder in whole}
+    for path, about in listed(run / "checkpoints").items():
+        if path.parent not in used and len(path.relative_to(run).parts) == 4 and is_stale(about):
+            remove([path])
 
 
 def _remove(folder: Path) -> None:
