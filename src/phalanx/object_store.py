@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar, cast
 from typing_extensions import override
 
 from phalanx.errors import ConfigError, StoreError
-from phalanx.storage import PARTIAL, STALE_S, replace_file
+from phalanx.storage import PARTIAL, replace_file
 
 T = TypeVar("T")
 
@@ -247,11 +247,6 @@ def modified_s(about: Mapping[str, Any]) -> float:
     times = [about.get(key) for key in ("LastModified", "mtime", "created", "updated")]
     known = [each for each in times if isinstance(each, datetime)]
     return (known or [datetime.now(UTC)])[0].timestamp()
-
-
-def is_stale(about: Mapping[str, Any]) -> bool:
-    """Return whether an object was written more than STALE_S ago."""
-    return time.time() - modified_s(about) > STALE_S
 
 
 def fetch(path: Path) -> Path:

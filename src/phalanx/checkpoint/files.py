@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,8 +16,8 @@ from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
 from phalanx.checkpoint.tensor_file import SUFFIX, ObjectFile, open_file
 from phalanx.errors import CheckpointError, StoreError
-from phalanx.object_store import address_of, fetch, is_stale, listed, put, remove, size_of
-from phalanx.storage import PARTIAL, checksum, publish_folder, sync
+from phalanx.object_store import address_of, fetch, listed, modified_s, put, remove, size_of
+from phalanx.storage import PARTIAL, STALE_S, checksum, publish_folder, sync
 
 
 def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> None:
@@ -85,9 +86,10 @@ def _problem(path: Path, num_bytes: int, sha256: str) -> str | None:
     """Return how a file differs from its recorded size and sha256; None if it matches."""
     try:
         is_remote = address_of(path) is not None and path.suffix == SUFFIX
-        actual = size_of(path) if is_remote else fetch(path).stat().st_size
-        if (is_remote or path.is_file()) and actual != num_bytes:
-            return f"has {actual} bytes, but {num_bytes} were written"
+        if is_remote or fetch(path).is_file():
+            actual = size_of(path) if is_remote else path.stat().st_size
+            if actual != num_bytes:
+                return f"has {actual} bytes, but {num_bytes} were written"
         if not is_remote and checksum(path)[1] != sha256:
             return "is damaged: its sha256 differs from the recorded one"
     except FileNotFoundError:
@@ -102,16 +104,10 @@ def _problem(path: Path, num_bytes: int, sha256: str) -> str | None:
 
 
 def open_tensors(folder: Path, about: Manifest, name: str) -> Any:
-    """Open a tensor file of a checkpoint to read its tensors.
-
-    Raises:
-        CheckpointError: it is damaged.
-        OSError: an object store failed each time.
-    """
-    path = folder / about.save / name
-    if address_of(path) is None:
-        return open_file(path)
-    return ObjectFile(path, about.files[name][0], about.blocks.get(name, ()))
+    """Open a tensor file of a checkpoint; for the errors see `open_file` and `ObjectFile`."""
+    path, is_here = folder / about.save / name, address_of(folder) is None
+    blocks = about.blocks.get(name, ())
+    return open_file(path) if is_here else ObjectFile(path, about.files[name][0], blocks)
 
 
 def partial_of(final: Path, save: str) -> Path:
@@ -140,10 +136,9 @@ def make_partial(final: Path, save: str = "", *, replaces: bool = False) -> Path
         OSError: the folder cannot be created.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    whole = manifest.complete_checkpoints(final.parent.parent).values()
-    is_here = address_of(final) is None
+    whole, is_here = manifest.complete_checkpoints(final.parent.parent), address_of(final) is None
     for path in final.parent.iterdir() if is_here else ():
-        if path.suffix == manifest.REMOVED and path in whole:
+        if path.suffix == manifest.REMOVED and path in whole.values():
             path.rename(path.with_suffix(""))
         elif path.suffix in (PARTIAL, manifest.REMOVED) and _is_left(path):
             _remove(path)
@@ -193,7 +188,7 @@ def publish(
         OSError: the disk is full, or the folder cannot be renamed.
     """
     if address_of(final) is not None:
-        return _publish_objects(partial, final, about, moved)
+        return _publish_objects(partial, final, about)
     for name in about.files:
         if not (partial / name).is_file():
             raise CheckpointError(
@@ -221,15 +216,8 @@ def publish(
         _remove(removed)
 
 
-def _publish_objects(
-    partial: Path, final: Path, about: Manifest, moved: Callable[[], None]
-) -> None:
-    """Publish a checkpoint to an object store by its manifest, in one request.
-
-    Raises:
-        CheckpointError: a file of a rank is missing, or another process has published `final`.
-        OSError: the store failed each time.
-    """
+def _publish_objects(partial: Path, final: Path, about: Manifest) -> None:
+    """Publish a checkpoint to an object store; see `publish`."""
     # What a kill after each line leaves as the checkpoint of step N; B replaces A:
     #
     #     step-N/A/...  step-N/B/rank-0   (ranks)    the one of A, if there was one
@@ -244,7 +232,6 @@ def _publish_objects(
     for name, (num_bytes, _) in about.files.items():
         if there.get(partial / name, {}).get("size") != num_bytes:
             raise CheckpointError(f"{partial / name} is not there, though a rank has written it")
-    moved()
     manifest.write(partial, about)
     content, replaced = (partial / manifest.NAME).read_bytes(), fetch(final / manifest.NAME)
     former = manifest.read(final).save if replaced.exists() else None
@@ -253,10 +240,8 @@ def _publish_objects(
     except FileExistsError as error:
         raise CheckpointError("another process has saved one of that name meanwhile") from error
     (partial / manifest.NAME).unlink()
-    moved()
-    if former:
-        with suppress(OSError):
-            remove(listed(final / former))
+    with suppress(OSError):
+        remove(listed(final / former) if former else ())
 
 
 def remove_older(
@@ -289,25 +274,20 @@ def remove_older(
                 continue
             removed = folder.with_name(folder.name + manifest.REMOVED)
             with suppress(OSError):
-                if address_of(folder) is not None:
-                    remove([folder / manifest.NAME])
-                    remove(listed(folder))
-                    removed = folder
+                if address_of(folder) is None:
+                    _remove(folder.rename(removed))
                 else:
-                    folder.rename(removed)
-                _remove(removed)
+                    remove([folder / manifest.NAME, *listed(folder)])
+                    _remove(folder)
             moved()
-        if address_of(run) is not None:
-            _remove_left(run)
-
-
-def _remove_left(run: Path) -> None:
-    """Remove the objects that killed runs left: no manifest names them, since STALE_S ago."""
-    whole = manifest.complete_checkpoints(run).values()
-    used = {folder / manifest.read(folder).save for folder in whole}
-    for path, about in listed(run / "checkpoints").items():
-        if path.parent not in used and len(path.relative_to(run).parts) == 4 and is_stale(about):
-            remove([path])
+    with suppress(OSError, CheckpointError):
+        # Objects that no manifest names, and that no save is writing: killed runs left them.
+        objects = {} if address_of(run) is None else listed(run / "checkpoints")
+        folders = manifest.complete_checkpoints(run).values() if objects else ()
+        named = {folder / manifest.read(folder).save for folder in folders}
+        old_s = time.time() - STALE_S
+        left = [path for path, about in objects.items() if modified_s(about) < old_s]
+        remove(each for each in left if each.suffix == SUFFIX and each.parent not in named)
 
 
 def _remove(folder: Path) -> None:

@@ -28,15 +28,10 @@ class RunLock:
     The operating system releases the lock when the process exits or crashes. On a file system
     without locks, a second process is not detected.
 
-    The lock of an address holds on one host. Across hosts the object .lock has the mark of the
-    process that saved last, and each process compares it before it publishes (`fence`):
-
-        process    A starts, saves  |  B starts, which resumes  |  B saves  |  A would save
-        .lock      A                |  A                        |  B        |  B: A ends
-
-    So a process that is cut off, and continues after its successor, cannot mix its checkpoints with
-    the successor's. Not guarded is a save within the milliseconds between the comparison and the
-    manifest; both checkpoints are then whole.
+    At an address the lock holds on one host. Across hosts the object .lock has the mark of the
+    process that saved last, which each process compares before it publishes (`fence`): one that was
+    cut off, and continues after its successor, ends. Not guarded is a save in the milliseconds
+    between comparison and manifest; both checkpoints are whole then.
     """
 
     def __init__(self, run: Path) -> None:
@@ -72,27 +67,21 @@ class RunLock:
         return mark
 
     def _mark_there(self) -> bytes:
-        """Return the mark of the process that saved last to an address; empty if there is none."""
+        """Return the mark of the process that saved last to an address; empty without one."""
         with suppress(FileNotFoundError):
-            if address_of(self._folder) is not None:
-                return get(self._folder / manifest.LOCK)
+            return b"" if address_of(self._folder) is None else get(self._folder / manifest.LOCK)
         return b""
 
     def fence(self) -> None:
-        """Compare the mark at an address before a checkpoint is published, and take it over.
-
-        Raises:
-            CheckpointError: another process has saved since this one started, or saved last.
-            StoreError: the store failed each time.
-        """
+        """Raise CheckpointError if another process has saved to the address since `take`."""
         if address_of(self._folder) is None:
             return
-        if (mark := self._mark_there()) != self._latest:
+        if self._mark_there() != self._latest:
             raise CheckpointError(
                 f"another process has saved to {self._folder} since this one started; this run "
                 "saves no more there"
             )
-        if mark != self._mark:
+        if self._latest != self._mark:
             put(self._folder / manifest.LOCK, self._mark)
             self._latest = self._mark
 
@@ -134,9 +123,8 @@ class RunLock:
                 by its ranks would be missing from the checkpoint.
         """
         path = self._folder / manifest.LOCK
-        if address_of(path) is not None:
-            return
-        if not _within_wait(lambda: path.is_file() and path.read_text() == mark):
+        is_same = address_of(path) is not None  # as the address is
+        if not is_same and not _within_wait(lambda: path.is_file() and path.read_text() == mark):
             raise CheckpointError(
                 f"{self._folder} on {platform.node()} is not the folder that rank 0 writes to; "
                 "give an --out on a disk that all hosts share"

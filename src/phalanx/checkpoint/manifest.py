@@ -222,7 +222,7 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        return _decode(read_json(fetch(path)))
+        return _decode(read_json(path if path.exists() else fetch(path)))
     except FileNotFoundError as error:
         others = older_checkpoints_hint(folder)
         raise CheckpointError(f"{folder} has no complete checkpoint: no {NAME}{others}") from error
@@ -299,7 +299,8 @@ def run_folder(path: Path) -> Path:
     """
     if (path / NAME).exists() or _step_of(path) is not None:
         return run_of(path) or path
-    refresh(path, NAME) if path.name == "checkpoints" else None
+    if path.name == "checkpoints":
+        refresh(path, NAME)
     has_steps = any(_step_of(each.parent) is not None for each in path.glob(f"*/{NAME}"))
     return (run_of(path / "step") if has_steps else None) or path
 

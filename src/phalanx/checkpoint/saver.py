@@ -19,7 +19,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from torch import nn
 
 from phalanx.checkpoint import index, manifest, tensor_file
 from phalanx.checkpoint.files import make_partial, partial_of, publish, remove_older
-from phalanx.checkpoint.host_copy import HostCopy, in_pieces
+from phalanx.checkpoint.host_copy import HostCopy, InPieces
 from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.optimizer_state import AnyOptimizer
@@ -50,7 +50,7 @@ from phalanx.comm.together import all_or_none, gather_objects, on_first_rank, re
 from phalanx.errors import CheckpointError, PeerLost
 from phalanx.launch.failure import is_lost_peer
 from phalanx.launch.heartbeat import PULSE
-from phalanx.object_store import address_of, listed, remove, upload_run
+from phalanx.object_store import address_of, upload_run
 from phalanx.report.units import size_text
 from phalanx.storage import Checksum
 
@@ -67,7 +67,7 @@ class Save(NamedTuple):
     about: Manifest
     plan: WritePlan
     infos: dict[str, TensorInfo]
-    pieces: Callable[[], Iterable[torch.Tensor]]
+    pieces: Iterable[torch.Tensor]
     replaces: bool
     best: int | None
 
@@ -166,7 +166,7 @@ class Saver:
         #     no room     step | copy a piece, write it, copy the next, ... | step
         tensors = [held[name].local for name in infos]
         copied = self._copy.take(tensors)
-        pieces = partial(in_pieces, tensors) if copied is None else partial(tuple, copied)
+        pieces = InPieces(tensors) if copied is None else copied
         kind = "step" if about.has_optimizer else "weights"
         self._final = manifest.folder_of(self.run, about.steps_done, kind)
         best = about.state["best"]["step"] if "best" in about.state else None
@@ -353,10 +353,9 @@ class Saver:
         except Exception as error:  # after any error other ranks must stop waiting
             failure = self._failed(error)
             progress.publish_outcome(number, "failed", failure)
-            if address_of(save.partial) is not None:
-                with suppress(OSError):
-                    remove(listed(save.partial))
-            shutil.rmtree(save.partial, ignore_errors=True)  # the save is still the current one
+            # The save is still the current one. Objects stay: a manifest whose answer was lost may
+            # name them.
+            shutil.rmtree(save.partial, ignore_errors=True)
             raise failure from error
         progress.publish_outcome(number, "published")
 
@@ -381,10 +380,10 @@ class Saver:
 
 
 def _write_file(save: Save, progress: SaveProgress) -> list[tuple[str, Checksum, list[str]]]:
-    """Write this rank's file; return its name and checksums, or [] without tensors to write."""
+    """Write this rank's file; return its name, checksum and blocks, or [] without tensors."""
     if not save.infos:
         return []
-    path, moved = save.partial / file_of(progress.rank), partial(progress.report_bytes, save.number)
-    if address_of(path) is not None:
-        return [(path.name, *tensor_file.write_object(path, save.infos, save.pieces, moved))]
-    return [(path.name, tensor_file.write(path, save.infos, save.pieces(), moved), [])]
+    path, blocks = save.partial / file_of(progress.rank), list[str]()
+    moved = partial(progress.report_bytes, save.number)
+    hashed = None if address_of(path) is None else blocks
+    return [(path.name, tensor_file.write(path, save.infos, save.pieces, moved, hashed), blocks)]

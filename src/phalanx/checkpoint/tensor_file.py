@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 
 from phalanx.checkpoint.untrusted import brief, check_plain
 from phalanx.errors import CheckpointError
-from phalanx.object_store import get, stream
+from phalanx.object_store import address_of, get, stream
 from phalanx.storage import Checksum, open_regular
 
 SUFFIX: Final = ".safetensors"
@@ -87,82 +87,22 @@ def write(
     tensors: Mapping[str, TensorInfo],
     pieces: Iterable[torch.Tensor],
     moved: Callable[[int], None] | None = None,
+    blocks: list[str] | None = None,
 ) -> Checksum:
     """Write a file and sync it to disk; return the checksum of the data passed to the writes.
+
+    Write it straight to the store if its path has an address.
 
     Args:
         path: file to write.
         tensors: header entries, in the order of the data.
-        pieces: CPU tensors of any shapes whose bytes, concatenated, are the data of `tensors`.
+        pieces: CPU tensors of any shapes whose bytes, concatenated, are the data of `tensors`;
+            iterated again for each try at an address.
         moved: called after each chunk with the bytes written so far.
+        blocks: filled with the sha256 of each BLOCK_BYTES; None leaves them out.
 
     Raises:
         OSError: the write failed, for example because the disk is full; names the file.
-    """
-    head = _head(tensors)
-    sha256, num_bytes, synced_bytes = hashlib.sha256(), 0, 0
-    try:
-        with path.open("wb", buffering=0) as file:
-            for chunk in _chunks(head, pieces):
-                sha256.update(chunk)  # releases the GIL
-                # `write` without a buffer may take a part of a chunk, as at the limit of a disk.
-                rest = chunk
-                while rest:
-                    rest = rest[file.write(rest) :]
-                num_bytes += len(chunk)
-                if num_bytes - synced_bytes >= SYNC_BYTES:
-                    os.fsync(file.fileno())
-                    synced_bytes = num_bytes
-                if moved is not None:
-                    moved(num_bytes)
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-    _check_size(num_bytes, head, tensors)
-    return num_bytes, sha256.hexdigest()
-
-
-def write_object(
-    path: Path,
-    tensors: Mapping[str, TensorInfo],
-    pieces: Callable[[], Iterable[torch.Tensor]],
-    moved: Callable[[int], None],
-) -> tuple[Checksum, list[str]]:
-    """Write a file to the address of `path`; return its checksum, and the sha256 of each block.
-
-    `pieces` returns the pieces of `write`; called again if the store fails, see `stream`.
-
-    Raises:
-        StoreError: the store failed each time.
-    """
-    head = _head(tensors)
-    whole, blocks, num_bytes = hashlib.sha256(), list[Any](), 0
-
-    def chunks() -> Generator[memoryview]:
-        nonlocal whole, num_bytes
-        whole, num_bytes = hashlib.sha256(), 0
-        blocks.clear()
-        for chunk in _chunks(head, pieces()):
-            whole.update(chunk)
-            rest = chunk
-            while rest:
-                if num_bytes % BLOCK_BYTES == 0:
-                    blocks.append(hashlib.sha256())
-                part = rest[: BLOCK_BYTES - num_bytes % BLOCK_BYTES]
-                blocks[-1].update(part)
-                num_bytes, rest = num_bytes + len(part), rest[len(part) :]
-            yield chunk
-            moved(num_bytes)
-
-    stream(path, chunks)
-    _check_size(num_bytes, head, tensors)
-    return (num_bytes, whole.hexdigest()), [block.hexdigest() for block in blocks]
-
-
-def _head(tensors: Mapping[str, TensorInfo]) -> bytes:
-    """Return the length and the header of a file, padded to a multiple of 8 bytes.
-
-    With the tensors by falling item size each is then aligned.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -173,14 +113,52 @@ def _head(tensors: Mapping[str, TensorInfo]) -> bytes:
             "shape": list(info.shape),
             "data_offsets": [begin, end],
         }
+    # The header is padded so that the data begins at a multiple of 8 bytes, and with the tensors by
+    # falling item size each is aligned.
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    sha256, num_bytes, digests = hashlib.sha256(), 0, list[Any]()
+
+    def chunks() -> Generator[memoryview]:
+        nonlocal sha256, num_bytes
+        sha256, num_bytes = hashlib.sha256(), 0
+        digests.clear()
+        for chunk in _chunks(len(text).to_bytes(8, "little") + text, pieces):
+            sha256.update(chunk)  # releases the GIL
+            at, rest = num_bytes, chunk if blocks is not None else chunk[:0]
+            while rest:
+                digests.extend([] if at % BLOCK_BYTES else [hashlib.sha256()])
+                part = rest[: BLOCK_BYTES - at % BLOCK_BYTES]
+                digests[-1].update(part)
+                at, rest = at + len(part), rest[len(part) :]
+            yield chunk
+            num_bytes += len(chunk)
+            if moved is not None:
+                moved(num_bytes)
+
+    try:
+        (_to_disk if address_of(path) is None else stream)(path, chunks)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    assert num_bytes == 8 + len(text) + end, "the pieces are not what was announced"
+    if blocks is not None:
+        blocks.extend(digest.hexdigest() for digest in digests)
+    return num_bytes, sha256.hexdigest()
 
 
-def _check_size(num_bytes: int, head: bytes, tensors: Mapping[str, TensorInfo]) -> None:
-    expected = len(head) + sum(info.num_bytes for info in tensors.values())
-    assert num_bytes == expected, "the pieces are not what was announced"
+def _to_disk(path: Path, chunks: Callable[[], Iterable[memoryview]]) -> None:
+    unsynced_bytes = 0
+    with path.open("wb", buffering=0) as file:
+        for chunk in chunks():
+            # `write` without a buffer may take a part of a chunk, as at the limit of a disk.
+            rest = chunk
+            while rest:
+                rest = rest[file.write(rest) :]
+            unsynced_bytes += len(chunk)
+            if unsynced_bytes >= SYNC_BYTES:
+                os.fsync(file.fileno())
+                unsynced_bytes = 0
+        os.fsync(file.fileno())
 
 
 def _chunks(head: bytes, pieces: Iterable[torch.Tensor]) -> Iterable[memoryview]:
@@ -231,41 +209,40 @@ class ObjectFile:
         """Read the header.
 
         Raises:
-            CheckpointError: it is damaged, or there are not as many blocks as the file has.
+            CheckpointError: it is damaged, or `blocks` has another length.
             StoreError: the store failed each time.
         """
-        self._path, self._blocks, self._have = path, blocks, set[int]()
-        self._sparse = tempfile.TemporaryFile()
+        self._path, self._blocks, self._present = path, blocks, set[int]()
         if len(blocks) != -(-num_bytes // BLOCK_BYTES):
-            raise CheckpointError(
-                f"cannot read {path}: its manifest has {len(blocks)} blocks of it"
-            )
+            raise CheckpointError(f"cannot read {path}: its manifest lists {len(blocks)} blocks")
+        self._sparse = tempfile.TemporaryFile()
         self._sparse.truncate(num_bytes)
+        file, self._begin = self._sparse.fileno(), 8
         self._fetch(0, 8)
-        self._begin = 8 + int.from_bytes(os.pread(self._sparse.fileno(), 8, 0), "little")
+        self._begin += int.from_bytes(os.pread(file, 8, 0), "little")
         self._fetch(8, self._begin)
-        self._file = open_file(path, self._sparse.fileno())  # checks the header
-        self._header = json.loads(os.pread(self._sparse.fileno(), self._begin - 8, 8))
+        self._file = open_file(path, file)  # checks the header
+        self._header = json.loads(os.pread(file, self._begin - 8, 8))
 
     def _fetch(self, begin: int, end: int) -> None:
         """Fetch the blocks of the bytes from `begin` to `end`."""
-        size, numbers = os.fstat(self._sparse.fileno()).st_size, range(len(self._blocks))
-        wanted = set(numbers[begin // BLOCK_BYTES : -(-end // BLOCK_BYTES)]).difference(self._have)
+        file, numbers = self._sparse.fileno(), range(len(self._blocks))
+        needed = {*numbers[begin // BLOCK_BYTES : -(-end // BLOCK_BYTES)]} - self._present
 
         def fetch(number: int) -> None:
             start = number * BLOCK_BYTES
-            stop, sha256 = min(start + BLOCK_BYTES, size), self._blocks[number]
-            os.pwrite(self._sparse.fileno(), get(self._path, start, stop, sha256), start)
+            stop = min(start + BLOCK_BYTES, os.fstat(file).st_size)
+            os.pwrite(file, get(self._path, start, stop, self._blocks[number]), start)
 
         with ThreadPoolExecutor(NUM_REQUESTS) as pool:
-            list(pool.map(fetch, wanted))
-        self._have |= wanted
+            list(pool.map(fetch, needed))
+        self._present |= needed
 
     def get_slice(self, name: str, rows: slice = slice(None)) -> Any:
-        """Fetch the rows of a tensor, or all; return the tensor, to be indexed."""
+        """Fetch the rows of a tensor; return the slice of `safetensors`, to index these rows."""
         stored, entry = self._file.get_slice(name), self._header[name]
-        num_rows, (begin, end) = (entry["shape"] or [1])[0], entry["data_offsets"]
-        row_bytes, (first, last, _) = (end - begin) // max(1, num_rows), rows.indices(num_rows)
-        begin += self._begin
+        (begin, end), num_rows = entry["data_offsets"], max(1, *entry["shape"][:1], 1)
+        first, last, _ = rows.indices(num_rows)
+        row_bytes, begin = (end - begin) // num_rows, self._begin + begin
         self._fetch(begin + first * row_bytes, begin + last * row_bytes)
         return stored
