@@ -21,6 +21,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -37,7 +38,7 @@ SLOW_S = 20.0
 
 
 def serve(port: int, part: float, seed: int) -> None:
-    """Serve S3; a `part` of the requests fails: an error, a lost answer, a lost request, a delay."""
+    """Serve S3; a `part` of the requests gets an error, no answer, a late one, or is lost."""
     import moto.server as server
     from werkzeug.serving import run_simple
 
@@ -51,20 +52,21 @@ def serve(port: int, part: float, seed: int) -> None:
         with lock:
             fault = None
             if draw.random() < part:
-                fault = draw.choices(["error", "no answer", "no request", "late"], [12, 6, 6, 1])[0]
+                fault = draw.choices(["error", "no answer", "no request", "late"], [15, 15, 15, 1])[
+                    0
+                ]
             counts["requests"] += 1
             counts[fault or "answered"] += 1
         if fault == "error":
             start("503 Slow Down", [("Content-Type", "text/xml")])
             return [b"<Error><Code>InternalError</Code><Message>try again</Message></Error>"]
-        if fault == "no request":
-            raise ConnectionAbortedError("the request is lost")
         if fault == "late":
             time.sleep(SLOW_S)
-        answer = app(environ, start)
-        if fault == "no answer":
+        answer = [] if fault == "no request" else app(environ, start)
+        if fault in ("no request", "no answer"):
             b"".join(answer)
-            raise ConnectionAbortedError("the answer is lost")
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+            raise ConnectionAbortedError(fault)
         return answer
 
     run_simple("127.0.0.1", port, faulty, threaded=True)
