@@ -23,6 +23,7 @@ from phalanx.config.fields import Positional, Range, check_values
 from phalanx.errors import ConfigError, Interrupted
 from phalanx.infer.options import EngineConfig
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
+from phalanx.object_store import path_of
 from phalanx.report.terminal import Terminal
 from phalanx.storage import read_text
 
@@ -96,7 +97,7 @@ def run(argv: list[str]) -> int:
         from phalanx.infer.assembly import with_engine
 
         work = functools.partial(_serve, config, listener)
-        if signum := with_engine(Path(config.run), config, work):
+        if signum := with_engine(path_of(config.run), config, work):
             raise Interrupted(signum)
     return 0
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from phalanx.errors import ConfigError, DataError
+from phalanx.object_store import fetch, path_of
 
 END_OF_TEXT = "<|endoftext|>"
 """Token that precedes each document and follows the last."""
@@ -110,7 +111,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         DataError: the file does not exist, is too large, or is not a tokenizer.json.
     """
-    file = Path(os.path.expanduser(path))
+    file = fetch(path_of(os.path.expanduser(path)))
     if file.is_dir():
         file = file / "tokenizer.json"
     if not os.path.isfile(file):  # a read from a named pipe would block

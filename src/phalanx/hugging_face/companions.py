@@ -26,6 +26,7 @@ from phalanx.checkpoint.untrusted import brief, decode, read_json, write_json
 from phalanx.data.tokenizer import MOST_BYTES, end_of_text_id, load_tokenizer
 from phalanx.errors import CheckpointError, DataError
 from phalanx.hugging_face.config import CONFIG, IDS
+from phalanx.object_store import fetch
 from phalanx.storage import read_text, replace_file
 
 TOKENIZER: Final = "tokenizer.json"
@@ -52,7 +53,7 @@ def _find(checkpoint: Path, name: str) -> Path | None:
     """Return the file `name` in a checkpoint folder or else in its run folder; None if absent."""
     run = manifest.run_of(checkpoint)
     paths = [folder / name for folder in (checkpoint, *([] if run is None else [run]))]
-    return next((path for path in paths if path.is_file()), None)
+    return next((path for path in paths if fetch(path).is_file()), None)
 
 
 def tokenizer_of(checkpoint: Path) -> Path | None:

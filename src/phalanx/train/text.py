@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.products import arithmetic_in
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
+from phalanx.object_store import path_of
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.plan import FirstWeights, plan_decoder
 from phalanx.report.terminal import Terminal
@@ -113,7 +113,7 @@ class TextSession(Session):
             runner = self.plan.build(comm, fill)
         if job.init is not None:
             with notice_if_slow(f"reading weights from {job.init.folder}"):
-                read = state.load_weights(Path(str(job.config.init)), self.model)
+                read = state.load_weights(path_of(str(job.config.init)), self.model)
             if read.name != job.init.folder.name:
                 announce(f"read weights from {read}, which its run has saved meanwhile")
         return runner

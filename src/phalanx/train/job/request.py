@@ -35,6 +35,7 @@ from phalanx.errors import CheckpointError, ConfigError, nearest
 from phalanx.launch.launched import require_agent
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.models.shape import ModelShape
+from phalanx.object_store import fetch, is_address, path_of
 from phalanx.strategy import Axis, Strategy, check_ranks, require_built
 from phalanx.train.job import resume
 
@@ -126,7 +127,7 @@ class Request:
         for key, value in {**settled, **more}.items():
             config = with_value(config, key, value)
         for key in keys_for(TrainConfig, Use.PATH):
-            if (path := value_at(config, key)) is not None:
+            if (path := value_at(config, key)) is not None and not is_address(path):
                 # Not normalized: `..` after a symbolic link is not the link's parent folder.
                 whole = os.path.join(os.getcwd(), os.path.expanduser(path))
                 config = with_value(config, key, absolute(path) if key == "data" else whole)
@@ -245,7 +246,8 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
     """
     if path is None:
         return None
-    if (Path(path) / "config.json").is_file():
+    folder = path_of(path)
+    if fetch(folder / "config.json").is_file():
         raise CheckpointError(
             f"{setting} is {path}, a Hugging Face folder; start a run with its weights by "
             f"--model {path}"
@@ -253,9 +255,9 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
     if setting == "resume":
         from phalanx.checkpoint.files import find_whole  # imports torch
 
-        found = find_whole(Path(path), compares=not is_under_torchrun())
+        found = find_whole(folder, compares=not is_under_torchrun())
     else:
-        found = manifest.find_and_read(Path(path))
+        found = manifest.find_and_read(folder)
     try:
         for entry in settings(TrainConfig):
             for values in (found.about.settings, found.about.stream):

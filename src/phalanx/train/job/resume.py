@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from phalanx.account.parameters import num_parameters
@@ -27,6 +26,7 @@ from phalanx.launch.launched import is_restarted, launched
 from phalanx.models.registry import PRESETS, with_sizes
 from phalanx.models.registry import shape_of as preset
 from phalanx.models.shape import ModelShape
+from phalanx.object_store import fetch, path_of
 from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy
 
@@ -60,16 +60,16 @@ def continuation(said: Mapping[str, Any]) -> dict[str, Any]:
     if job is not None and job.run is not None:
         # A script may have several runs, of which the launcher knows one.
         if run is None and said.get("resume") is not None:
-            run = str(manifest.run_folder(Path(said["resume"])))
+            run = str(manifest.run_folder(path_of(said["resume"])))
         run = run or job.run
     elif not is_auto:
         run = None
     if job is not None and job.strategy is not None:
         changes |= {"strategy": job.strategy, "nproc": None}
-        if run is not None and (file := Path(run) / RUN_FILE).exists():
+        if run is not None and (file := fetch(path_of(run) / RUN_FILE)).exists():
             # The rows of the global batch stay, and a microbatch has at most as many as before.
             keys = {setting.key: setting.hint for setting in settings(TrainConfig)}
-            before = read_values(str(file), keys, is_foreign=True)
+            before = read_values(os.fspath(file), keys, is_foreign=True)
             rows, most = before["batch.global_size"], before["batch.microbatch"]
             microbatch = _divisor(rows // Strategy.parse(job.strategy).data_ranks, most)
             changes |= {"batch.global_size": rows, "batch.microbatch": microbatch}
@@ -78,7 +78,7 @@ def continuation(said: Mapping[str, Any]) -> dict[str, Any]:
         from phalanx.checkpoint.in_memory import recover  # imports torch
 
         recover()
-    if run is not None and manifest.saved_states(Path(run)):
+    if run is not None and manifest.saved_states(path_of(run)):
         changes |= {"resume": run, "out": None, "init": None}
     elif run is not None:
         changes |= {"out": run} | ({"resume": None} if is_auto else {})
