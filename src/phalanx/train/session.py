@@ -24,6 +24,8 @@ from torch import nn
 
 from phalanx.account.flops import Flops
 from phalanx.account.planned import PlannedStep
+from phalanx.checkpoint.adapters import save_adapters
+from phalanx.checkpoint.frozen import FrozenWeights
 from phalanx.checkpoint.in_memory import pace_of
 from phalanx.checkpoint.manifest import Checkpoint, Manifest, complete_checkpoints
 from phalanx.checkpoint.run_state import RunState, Stateful
@@ -83,6 +85,7 @@ class Session(ABC):
         start: checkpoint to resume from; None in a new run.
         plan: plan that splits the model.
         step: the training step.
+        frozen: the weights that no step changes.
         stream: the data.
         saver: saver of the run's checkpoints.
         in_memory: saves in the memory of hosts; None if there are none.
@@ -149,6 +152,7 @@ class Session(ABC):
                 nonfinite=config.nonfinite,
             )
             self.called = CallbackRunner(extras, model)
+            self.frozen = FrozenWeights(model)
             self.register()
             if self.start is not None:
                 with notice_if_slow(f"reading {self.start.folder}"):
@@ -197,7 +201,9 @@ class Session(ABC):
     def state(self) -> RunState:
         """The objects that a checkpoint has."""
         step = self.step
-        return RunState(step.model, [step.optimizer], self.parts(), self.called.registered)
+        return RunState(
+            step.model, [step.optimizer], self.parts(), self.called.registered, self.frozen
+        )
 
     def parts(self) -> dict[str, Stateful]:
         """Return the objects whose states the manifest of a checkpoint has, by name."""
@@ -257,6 +263,7 @@ class Session(ABC):
             CheckpointError: the previous checkpoint could not be written.
         """
         self.state.begin_save(self.saver, self.manifest(is_passing=is_passing))
+        save_adapters(self.step.model, self.saver.run, self.comm.size("pp"))
 
     def save_in_memory(self) -> None:
         """Begin to save in memory if such a save is due after the latest step."""

@@ -75,6 +75,9 @@ def bind_branch(
     replace_forward(module, forward)
     for column in columns:
         replace_forward(column, products.take)
+    for each in cast("list[Any]", [*module.modules()]):
+        if hasattr(each, "cast_input_dtype_enabled"):  # PEFT would copy the placeholder
+            each.cast_input_dtype_enabled = False
 
 
 class _Products:
@@ -94,10 +97,19 @@ class _Products:
 
     def make(self, x: Tensor, shape: BatchShape) -> Tensor:
         """Multiply x by all column weights, store the products, and return the placeholder."""
-        weights = [matrix_of(column) for column in self._parts_of]
-        results = operators.column_parallel_linear(self._layout, x, weights, shape.length)
-        self._ready.update(zip(self._parts_of, results, strict=True))
-        sizes = (*results[0].shape[:2], x.shape[2])
+        weights = {column: matrix_of(column) for column in self._parts_of}
+        # Adapters in float32 beside a base in bfloat16 read x in float32, as on one process.
+        first, *others = dict.fromkeys(weight.dtype for weight in weights.values())
+        for dtype in (first, *others):
+            columns = [column for column, weight in weights.items() if weight.dtype == dtype]
+            results = operators.column_parallel_linear(
+                self._layout,
+                x if dtype == first else x.to(dtype),
+                [weights[column] for column in columns],
+                shape.length,
+            )
+            self._ready.update(zip(columns, results, strict=True))
+        sizes = (*next(iter(self._ready.values())).shape[:2], x.shape[2])
         self._placeholder = x.new_full((), torch.nan).expand(*sizes)
         return self._placeholder
 
