@@ -133,55 +133,10 @@ def prepare(
             sources.append(Pretokenised(path, None, report, used=given))
     texts = [source.text(cache, is_follower=is_follower) for source in sources]
     used = _trained_tokenizer(cache, sources, texts, wanted) if given is None else given
-
-    def files_of(source: Corpus, text: TextStats) -> TokenFiles:
-        ids = source if isinstance(source, Pretokenised) else None
-        is_mapped = ids is not None and not ids.is_copied
-        # Another version of the library may split a text into other tokens.
-        name = fingerprint(
-            "tokens", text.digest, used.to_str(), corpus.validation, tokenizers.__version__
-        )
-        folder = cache / "tokens" / name
-
-        def write(partial: Path) -> dict[str, object]:
-            # By Python's own files, because the writers of the libraries hide that a disk is full.
-            (partial / _TOKENIZER).write_text(used.to_str(), "utf-8")
-            buffer = io.BytesIO()
-            np.save(buffer, count_token_bytes(used))
-            (partial / _TOKEN_BYTES).write_bytes(buffer.getvalue())
-            num_ids, end_id = count_ids(used), end_of_text_id(used)
-            with (
-                TokenWriter(partial / _TRAIN, num_ids=num_ids, end_id=end_id) as train,
-                TokenWriter(partial / _VALIDATION, num_ids=num_ids, end_id=end_id) as validation,
-            ):
-                if ids is None:
-                    held_out = hold_out(*source.names_and_sizes(), corpus.validation)
-                    _encode(source, text, used, held_out, train, validation)
-                elif not is_mapped:
-                    ids.copy(text, corpus.validation, train, validation)
-            return {
-                "num_documents": text.num_documents,
-                "num_bytes": text.num_bytes,
-                "text_digest": text.digest,
-                "tokenizer_digest": fingerprint("tokenizer", used.to_str()),
-            }
-
-        # A byte-level token represents about four bytes of text.
-        num_tokens = 0 if is_mapped else text.num_tokens or text.num_bytes // 4
-        needed_bytes = num_tokens * width_of(count_ids(used))
-        find_or_make(folder, write, needed_bytes=needed_bytes, is_hashed=not is_follower)
-        files = dataclasses.replace(open_tokens(folder), left_out=source.left_out())
-        if ids is not None and is_mapped:
-            train, validation = ids.mapped(corpus.validation)
-            files = dataclasses.replace(files, train=train, validation=validation)
-        if files.train.num_tokens < 2:
-            raise DataError(
-                f"nothing is left to train on: {source.data} has {text.num_bytes} bytes, all used "
-                f"for corpus.validation = {corpus.validation}; lower it, or give more text"
-            )
-        return files
-
-    every = [files_of(source, text) for source, text in zip(sources, texts, strict=True)]
+    every = [
+        _files_of(cache, source, text, used, corpus.validation, is_follower=is_follower)
+        for source, text in zip(sources, texts, strict=True)
+    ]
     if len(every) == 1:
         return every[0]
     return dataclasses.replace(
@@ -195,6 +150,61 @@ def prepare(
         names=tuple(str(path) for _, path in mixture),
         left_out="; ".join(filter(None, (files.left_out for files in every))),
     )
+
+
+def _files_of(
+    cache: Path,
+    source: Corpus,
+    text: TextStats,
+    used: Tokenizer,
+    fraction: float,
+    *,
+    is_follower: bool,
+) -> TokenFiles:
+    """Return the token files of a source, from the cache if they are there."""
+    ids = source if isinstance(source, Pretokenised) else None
+    is_mapped = ids is not None and not ids.is_copied
+    # Another version of the library may split a text into other tokens.
+    name = fingerprint("tokens", text.digest, used.to_str(), fraction, tokenizers.__version__)
+    folder = cache / "tokens" / name
+
+    def write(partial: Path) -> dict[str, object]:
+        # By Python's own files, because the writers of the libraries hide that a disk is full.
+        (partial / _TOKENIZER).write_text(used.to_str(), "utf-8")
+        buffer = io.BytesIO()
+        np.save(buffer, count_token_bytes(used))
+        (partial / _TOKEN_BYTES).write_bytes(buffer.getvalue())
+        num_ids, end_id = count_ids(used), end_of_text_id(used)
+        with (
+            TokenWriter(partial / _TRAIN, num_ids=num_ids, end_id=end_id) as train,
+            TokenWriter(partial / _VALIDATION, num_ids=num_ids, end_id=end_id) as validation,
+        ):
+            if ids is None:
+                held_out = hold_out(*source.names_and_sizes(), fraction)
+                _encode(source, text, used, held_out, train, validation)
+            elif not is_mapped:
+                ids.copy(text, fraction, train, validation)
+        return {
+            "num_documents": text.num_documents,
+            "num_bytes": text.num_bytes,
+            "text_digest": text.digest,
+            "tokenizer_digest": fingerprint("tokenizer", used.to_str()),
+        }
+
+    # A byte-level token represents about four bytes of text.
+    num_tokens = 0 if is_mapped else text.num_tokens or text.num_bytes // 4
+    needed_bytes = num_tokens * width_of(count_ids(used))
+    find_or_make(folder, write, needed_bytes=needed_bytes, is_hashed=not is_follower)
+    files = dataclasses.replace(open_tokens(folder), left_out=source.left_out())
+    if ids is not None and is_mapped:
+        train, validation = ids.mapped(fraction)
+        files = dataclasses.replace(files, train=train, validation=validation)
+    if files.train.num_tokens < 2:
+        raise DataError(
+            f"nothing is left to train on: {source.data} has {text.num_bytes} bytes, all used for "
+            f"corpus.validation = {fraction}; lower it, or give more text"
+        )
+    return files
 
 
 def open_tokens(folder: str | Path) -> TokenFiles:
