@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from phalanx.config import CorpusConfig
 from phalanx.data import addresses
-from phalanx.data.addresses import check_data, copied
+from phalanx.data.addresses import check_data, local_path
 from phalanx.data.survey import no_progress
 from phalanx.data.tokens import prepare
 from phalanx.errors import DataError
@@ -95,13 +95,13 @@ def test_requests_that_fail_or_stall_are_repeated(
             Path(local).write_bytes(b"who")
 
     monkeypatch.setattr(type(memory), "get_file", fail)
-    path = Path(copied("memory://bucket/a.txt", tmp_path, no_progress))
+    path = Path(str(local_path("memory://bucket/a.txt", tmp_path, no_progress)))
     assert path.read_bytes() == b"whole" and len(calls) == 4
     assert [file.name for file in path.parent.iterdir()] == ["a.txt"]
     memory.pipe("/bucket/a.txt", b"other")
     faults[:] = ["raise"] * 9
     with pytest.raises(DataError, match=r"\(a.txt\): OSError: reset by peer; tried 5 times"):
-        copied("memory://bucket/a.txt", tmp_path, no_progress)
+        local_path("memory://bucket/a.txt", tmp_path, no_progress)
 
 
 def test_a_missing_package_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_http_is_read_and_a_broken_transfer_repeated(
     with ThreadingHTTPServer(("127.0.0.1", 0), _Flaky) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}/a.txt?version=3"
-        path = Path(copied(address, tmp_path, no_progress))
+        path = Path(str(local_path(address, tmp_path, no_progress)))
         server.shutdown()
     assert (path.name, path.read_bytes(), _Flaky.num_gets) == ("a.txt", b"text", 3)
 

@@ -128,6 +128,17 @@ def test_compressed_files_have_the_documents_of_plain_ones(tmp_path: Path, kind:
     refuses(tmp_path, f"a.jsonl{kind} is not a {kind} file, or it is damaged")
 
 
+def test_of_files_with_splits_train_is_read(tmp_path: Path) -> None:
+    for name in ("train-0-of-2.jsonl", "train-1-of-2.jsonl.gz", "test-0-of-1.jsonl", "more.jsonl"):
+        raw = json.dumps({"text": name}).encode()
+        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    (tmp_path / "test.py").write_text("pass")  # of a program
+    names = ["more.jsonl:1", "test.py", "train-0-of-2.jsonl:1", "train-1-of-2.jsonl.gz:1"]
+    assert [document.name for document in read(tmp_path)] == names
+    assert left_out(str(tmp_path)) == "1 file of another split than train (test-0-of-1.jsonl)"
+    assert [d.name for d in read(tmp_path / "test-*")] == ["test-0-of-1.jsonl:1"]
+
+
 def test_a_json_file_without_a_list_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('{"text": "x"}')
     refuses(tmp_path / "a.json", "a.json is a dict; expected a list of records")

@@ -52,22 +52,17 @@ def check_data(data: str | None) -> None:
 
 
 def local_path(
-    path: str | None, cache: Path, report: Progress, *, is_follower: bool = False
+    address: str | None, cache: Path, report: Progress, *, is_follower: bool = False
 ) -> str | None:
-    """Return a path or a mixture as it is, and of an address the path of its copy."""
-    if path is None or "://" not in path or len(mixture_of(path)) > 1:
-        return path
-    return copied(path, cache, report, is_follower=is_follower)
-
-
-def copied(address: str, cache: Path, report: Progress, *, is_follower: bool = False) -> str:
-    """Return the path of an address's copy in the cache, after copying what has changed.
+    """Return the path of an address's copy, after copying what has changed; a path as it is.
 
     A follower takes the copy that another process of this host has just made.
 
     Raises:
         DataError: the address cannot be read in ATTEMPTS attempts, or has no file.
     """
+    if address is None or "://" not in address or len(mixture_of(address)) > 1:
+        return address
     fs, path = _open(address)
     folder = cache / "addresses" / fingerprint("address", address)
     record, files = folder / "listing.json", folder / "files"

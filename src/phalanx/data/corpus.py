@@ -205,7 +205,8 @@ def choose(files: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
     """Return the files to read, and the others with the reason.
 
     `Dataset.save_to_disk` lists its tables in state.json. `DatasetDict.save_to_disk` lists folders
-    in dataset_dict.json, a split each, of which "train" is read.
+    in dataset_dict.json, a split each, of which "train" is read; so it is with files of records
+    whose names have a split.
     """
     chosen: list[Path] = []
     others: list[tuple[Path, str]] = []
@@ -217,6 +218,7 @@ def choose(files: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
             read = "train" if "train" in splits else splits[0]
             tables[file.parent] = []
             tables |= {file.parent / split: [] for split in splits if split != read}
+    has_splits = any(_split_of(file) == "train" for file in files)
     for file in files:
         kind, listed = format_of(file), tables.get(file.parent)
         if file.name in METADATA and (listed is not None or file.name == "dataset_info.json"):
@@ -227,11 +229,19 @@ def choose(files: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
             others.append((file, "of unknown format"))
         elif listed is not None and file.name not in listed:
             others.append((file, "outside the dataset saved there, or of another split"))
+        elif has_splits and _split_of(file) not in (None, "train"):
+            others.append((file, "of another split than train"))
         elif kind == ".json" and len(files) > 1 and _head(file)[:1] != b"[":
             others.append((file, "without a list of records"))
         else:
             chosen.append(file)
     return chosen, others
+
+
+def _split_of(file: Path) -> str | None:
+    """Return the split in the name of a file of records, such as test-00000-of-00002.parquet."""
+    split = re.search(r"(?:^|[-_.])(train|test|val|valid|validation|dev|eval)[-_.]", file.name)
+    return None if split is None or format_of(file) in (None, *TEXTS) else split[1]
 
 
 def _head(file: Path) -> bytes:
@@ -248,12 +258,14 @@ def _listed(file: Path, key: str) -> list[Any]:
 
 
 def first_row(path: str | None) -> dict[str, Any] | None:
-    """Return the first record of a corpus; None without one, and for a mixture of sources.
+    """Return the first record of a corpus; None without one, of an address and of a mixture.
 
     Raises:
         DataError: see `documents`.
     """
-    files = [] if path is None or len(mixture_of(path)) > 1 else choose(find_files(path)[1])[0]
+    if path is None or "://" in path or len(mixture_of(path)) > 1:
+        return None
+    files = choose(find_files(path)[1])[0]
     tables = (file for file in files if format_of(file) not in TEXTS)
     return next((record.fields for file in tables for record in read_records(file, "")), None)
 

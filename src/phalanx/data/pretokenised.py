@@ -192,6 +192,7 @@ class Pretokenised(Corpus):
 
     def _mapped(self, file: Path) -> TokenFile:
         """Return the ids of a .bin or .npy where they lie."""
+        file = file.absolute()
         try:
             if file.suffix.lower() == ".npy":
                 array: Any = np.load(file, mmap_mode="r")

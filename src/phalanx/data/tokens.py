@@ -204,7 +204,7 @@ def _files_of(
     if files.train.num_tokens < 2:
         raise DataError(
             f"nothing is left to train on: {source.data} has {text.num_bytes} bytes, all used for "
-            f"corpus.validation = {fraction}; lower that setting, or give more text"
+            f"corpus.validation = {fraction}; lower it, or give more text"
         )
     return files
 

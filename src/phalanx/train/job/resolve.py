@@ -125,7 +125,7 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
         tokens.train, config.corpus.seq_len, document_mask=config.corpus.document_mask
     )
     about = None if start is None else start.about
-    first = first_epoch(config, about, tokens.train.num_tokens)
+    first = first_epoch(config, about, tokens.train)
     order = Order(len(samples), config.seed, config.corpus.shuffle, first)
     sizes = [count_samples(file, config.corpus.seq_len) for file in tokens.train.parts]
     if tokens.weights and 0 in sizes:

@@ -32,6 +32,7 @@ from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy
 
 if TYPE_CHECKING:
+    from phalanx.data.token_file import TokenFile
     from phalanx.data.tokens import TokenFiles
 
 DEFAULT_MODEL: Final = "demo"
@@ -313,14 +314,16 @@ def has_new_length(config: TrainConfig, about: Manifest) -> bool:
     return about.stream.get("corpus.seq_len", config.corpus.seq_len) != config.corpus.seq_len
 
 
-def first_epoch(config: TrainConfig, about: Manifest | None, num_tokens: int) -> int:
+def first_epoch(config: TrainConfig, about: Manifest | None, file: TokenFile) -> int:
     """Return the number of the epoch at which the sample stream begins.
 
     A new sample length starts a new epoch, which skips the rest of the interrupted one.
     """
     if about is None or not has_new_length(config, about):
         return 0 if about is None else about.first_epoch
-    num_samples = -(-(num_tokens - 1) // about.stream["corpus.seq_len"])
+    from phalanx.data.samples import count_samples  # imports torch
+
+    num_samples = count_samples(file, about.stream["corpus.seq_len"])
     return about.first_epoch + -(-about.consumed // num_samples)
 
 
