@@ -73,8 +73,8 @@ def open_token_file(path: Path) -> TokenFile:
     if len(raw) == _HEADER.size:
         magic, version, width_bytes, num_tokens, end_id = _HEADER.unpack(raw)
         is_whole = num_bytes == _HEADER.size + num_tokens * width_bytes
-        is_known = magic == _MAGIC and version in (_VERSION, _MARKED_VERSION)
-        if is_known and width_bytes in (2, 4) and is_whole:
+        widths = {_VERSION: (2, 4), _MARKED_VERSION: (4,)}.get(version, ())
+        if magic == _MAGIC and width_bytes in widths and is_whole:
             return TokenFile(path, num_tokens, end_id, width_bytes, version == _MARKED_VERSION)
     raise DataError(
         f"{path} is not a complete token file of version {_VERSION}; remove it and prepare the "

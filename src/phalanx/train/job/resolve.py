@@ -286,29 +286,30 @@ def words_of(job: Job) -> list[str]:
     if skipped := left_out(job.config.data):
         skipped = f" (left out: {skipped})"
     held, epochs = tokens.validation.num_tokens, f"{num_epochs(job):.2g}"
-    kind, trained, more = "document", f"{tokens.train.num_tokens:,} tokens to train on", ""
+    content = (
+        f"{tokens.num_bytes:,} bytes in {_count(tokens.num_documents, 'document')}{skipped}, "
+        f"{tokens.train.num_tokens:,} tokens to train on and {held:,} to validate"
+    )
     if (chat := tokens.chat) is not None:
-        kind, held = "conversation", held if held > 1 else 0
-        places = tokens.train.num_tokens + tokens.validation.num_tokens - 2
-        trained = (
-            f"of the layout {chat['layout']}, {chat['num_tokens']:,} tokens, of which "
-            f"{chat['num_trained']:,} in answers, packed into {places:,} places; "
-            f"{tokens.train.num_tokens - 1:,} to train on"
+        length = job.config.corpus.seq_len
+        content = (
+            f"{_count(tokens.num_documents, 'conversation')} of the layout {chat['layout']}"
+            f"{skipped}, {chat['num_tokens']:,} tokens, {chat['num_trained']:,} of them in "
+            f"answers; {len(job.samples):,} rows of {length} to train on and "
+            f"{(held - 1) // length:,} to validate"
         )
-        long = f" (corpus.seq_len; the longest has {chat['longest']:,})"
+        longest = f"corpus.seq_len (the longest has {chat['longest']:,} tokens)"
         for number, what in (
-            (chat["num_cut"], f"cut after {job.config.corpus.seq_len} tokens{long}"),
+            (chat["num_cut"], f"cut at {longest}"),
             (chat["num_left_out"], "left out, without a token of an answer"),
-            (chat["num_endless"], "answers that no special token ends: nothing teaches the end"),
+            (chat["num_endless"], "answers that no special token ends, so the model learns no end"),
         ):
-            more += f"; {number:,} {what}" if number else ""
+            content += f"; {number:,} {what}" if number else ""
     return [
         *job.choice,
         f"{job.name} ({num_parameters(job.shape).total:,} parameters){weights}; {job.strategy} on "
         f"{job.device}; {job.batch}; {job.num_steps} steps",
-        f"data: {job.config.data or 'the standard library of this Python'}: {tokens.num_bytes:,} "
-        f"bytes in {_count(tokens.num_documents, kind)}{skipped}, {trained} and {held:,} to "
-        f"validate{more}; "
+        f"data: {job.config.data or 'the standard library of this Python'}: {content}; "
         f"{_count(job.num_steps, 'step')} "
         f"{'is' if job.num_steps == 1 else 'are'} {epochs} epoch{'' if epochs == '1' else 's'}",
     ]
