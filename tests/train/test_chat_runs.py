@@ -96,7 +96,11 @@ def test_the_loss_is_of_the_answers_alone_under_any_strategy(tmp_path: Path) -> 
     assert run_ranks(trained, 2, job, threads=1)[0] == pytest.approx(expected[2:], rel=1e-9)
     corpus = dataclasses.replace(config.corpus, seq_len=100)
     with pytest.raises(CheckpointError, match=r"corpus.seq_len is not the one that this run"):
-        resolve(dataclasses.replace(config, **resumed, corpus=corpus))
+        resolve(
+            dataclasses.replace(
+                config, **resumed | {"out": str(tmp_path / "new"), "corpus": corpus}
+            )
+        )
 
 
 def test_the_folder_of_the_run_chats(tmp_path: Path) -> None:

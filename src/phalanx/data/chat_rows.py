@@ -141,7 +141,9 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
             raise DataError(f"{name}: role is {_brief(role)}; expected a string such as user")
         if isinstance(content, list):
             parts = cast("list[Any]", content)
-            texts = [p.get("text") if isinstance(p, dict) else p for p in parts]
+            texts: list[Any] = [
+                part.get("text") if isinstance(part, dict) else part for part in parts
+            ]
             if not all(isinstance(text, str) for text in texts):
                 raise DataError(f"{name}: content has a part without text; expected text alone")
             message["content"] = "".join(texts)
