@@ -106,7 +106,7 @@ def test_the_loss_is_of_the_answers_alone_under_any_strategy(tmp_path: Path) -> 
 def test_the_folder_of_the_run_chats(tmp_path: Path) -> None:
     config = chat_run(tmp_path, strategy="dp1", steps=1)
     job = resolve(config)
-    assert "24 conversations of the layout messages" in words_of(job)[1]
+    assert "24 conversations, of the layout messages" in words_of(job)[1]
     run_ranks(trained, 1, job, threads=1)
     run, origin = open_served(tmp_path / "run"), open_served(tmp_path / "tiny")
     messages = [Message(role="user", content="hi")]

@@ -26,6 +26,7 @@ from phalanx.errors import DataError
 _HEADER = struct.Struct("<8sIIQQ")
 _MAGIC = b"PHXTOKEN"
 _VERSION, _MARKED_VERSION = 1, 2
+_MARKED = (_MARKED_VERSION, 4)
 
 TRAINED, OPENS = 1 << 31, 1 << 30
 """Marks in a marked file."""
@@ -73,8 +74,8 @@ def open_token_file(path: Path) -> TokenFile:
     if len(raw) == _HEADER.size:
         magic, version, width_bytes, num_tokens, end_id = _HEADER.unpack(raw)
         is_whole = num_bytes == _HEADER.size + num_tokens * width_bytes
-        widths = {_VERSION: (2, 4), _MARKED_VERSION: (4,)}.get(version, ())
-        if magic == _MAGIC and width_bytes in widths and is_whole:
+        is_known = magic == _MAGIC and (version == _VERSION or (version, width_bytes) == _MARKED)
+        if is_known and width_bytes in (2, 4) and is_whole:
             return TokenFile(path, num_tokens, end_id, width_bytes, version == _MARKED_VERSION)
     raise DataError(
         f"{path} is not a complete token file of version {_VERSION}; remove it and prepare the "

@@ -286,30 +286,29 @@ def words_of(job: Job) -> list[str]:
     if skipped := left_out(job.config.data):
         skipped = f" (left out: {skipped})"
     held, epochs = tokens.validation.num_tokens, f"{num_epochs(job):.2g}"
-    content = (
-        f"{tokens.num_bytes:,} bytes in {_count(tokens.num_documents, 'document')}{skipped}, "
-        f"{tokens.train.num_tokens:,} tokens to train on and {held:,} to validate"
-    )
+    kind, trained, more = "document", f"{tokens.train.num_tokens:,} tokens to train on", ""
     if (chat := tokens.chat) is not None:
         length = job.config.corpus.seq_len
-        content = (
-            f"{_count(tokens.num_documents, 'conversation')} of the layout {chat['layout']}"
-            f"{skipped}, {chat['num_tokens']:,} tokens, {chat['num_trained']:,} of them in "
-            f"answers; {len(job.samples):,} rows of {length} to train on and "
-            f"{(held - 1) // length:,} to validate"
+        kind, held = "conversation", max(0, (held - 1) // length)
+        trained = (
+            f"of the layout {chat['layout']}, {chat['num_tokens']:,} tokens, "
+            f"{chat['num_trained']:,} of them in answers; rows of {length}: "
+            f"{len(job.samples):,} to train on"
         )
         longest = f"corpus.seq_len (the longest has {chat['longest']:,} tokens)"
         for number, what in (
             (chat["num_cut"], f"cut at {longest}"),
             (chat["num_left_out"], "left out, without a token of an answer"),
-            (chat["num_endless"], "answers that no special token ends, so the model learns no end"),
+            (chat["num_endless"], "answers that no special token ends: the model learns no end"),
         ):
-            content += f"; {number:,} {what}" if number else ""
+            more += f"; {number:,} {what}" if number else ""
     return [
         *job.choice,
         f"{job.name} ({num_parameters(job.shape).total:,} parameters){weights}; {job.strategy} on "
         f"{job.device}; {job.batch}; {job.num_steps} steps",
-        f"data: {job.config.data or 'the standard library of this Python'}: {content}; "
+        f"data: {job.config.data or 'the standard library of this Python'}: {tokens.num_bytes:,} "
+        f"bytes in {_count(tokens.num_documents, kind)}{skipped}, {trained} and {held:,} to "
+        f"validate{more}; "
         f"{_count(job.num_steps, 'step')} "
         f"{'is' if job.num_steps == 1 else 'are'} {epochs} epoch{'' if epochs == '1' else 's'}",
     ]
