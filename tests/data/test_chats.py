@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from phalanx.errors import DataError
 from phalanx.models.loss import IGNORE
 
 NAMES = {"bos_token": "<s>", "eos_token": "</s>"}
+BATCH = ("input_ids", "labels", "attention_mask")
 Trained = tuple[tuple[int, ...], tuple[bool, ...]]
 
 
@@ -136,3 +138,39 @@ def test_a_row_of_another_layout_is_refused_by_its_line(tmp_path: Path) -> None:
     rows = [*conversations(3, has_tools=False), {"instruction": "q", "output": "a"}]
     with pytest.raises(DataError, match=r"chats.jsonl:4: .* is of the layout alpaca"):
         prepared(tmp_path, rows, template_of("zephyr", has_marks=False))
+
+
+@pytest.mark.slow  # imports trl
+def test_sfttrainer_trains_the_same_tokens(tmp_path: Path) -> None:
+    rows = conversations(30, has_tools=False)
+    template = template_of("chatml", has_marks=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of trl, peft and accelerate, at import and at use
+        from datasets import Dataset
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from trl import SFTConfig, SFTTrainer
+
+        sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 8)
+        heads = dict.fromkeys(("num_hidden_layers", "num_attention_heads"), 1)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=merging_tokenizer(), **NAMES)
+        tokenizer.chat_template, tokenizer.pad_token = template, "</s>"
+        trainer = SFTTrainer(
+            LlamaForCausalLM(LlamaConfig(vocab_size=700, num_key_value_heads=1, **sizes, **heads)),
+            SFTConfig(
+                str(tmp_path / "trl"),
+                assistant_only_loss=True,
+                max_length=None,
+                report_to="none",
+                use_cpu=True,
+                bf16=False,
+            ),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=tokenizer,
+        )
+        batch = trainer.data_collator([trainer.train_dataset[n] for n in range(len(rows))])
+    expected = Counter[Trained]()
+    for ids, labels, mask in zip(*(batch[n] for n in BATCH), strict=True):
+        inside = mask.bool()
+        trained = (labels[inside] != IGNORE).tolist()
+        expected[tuple(ids[inside].tolist()), tuple(trained)] += 1
+    assert trained_in(prepared(tmp_path, rows, template)) == expected
