@@ -105,8 +105,11 @@ def conversation_of(row: Mapping[str, Any], layout: str, where: str, turns: str)
                     raise DataError(f"{where}: history has {_brief(pair)}; expected [text, answer]")
                 messages += _side(pair[0], "user", f"{where}: history")
                 messages += _side(pair[1], "assistant", f"{where}: history")
-            question = [str(row[name]) for name in ("instruction", "input") if row.get(name)]
-            messages += _side("\n".join(question), "user", f"{where}: instruction")
+            question: list[str] = []
+            for name in ("instruction", "input"):
+                texts = _side(row.get(name) or "", "user", f"{where}: {name}")
+                question += [text["content"] for text in texts if text["content"]]
+            messages += _side("\n".join(question), "user", where)
             messages += _side(row["output"], "assistant", f"{where}: output")
     if row.get("system"):
         messages = [*_side(row["system"], "system", f"{where}: system"), *messages]
@@ -138,7 +141,9 @@ def _messages(value: Any, where: str) -> list[dict[str, Any]]:
             raise DataError(f"{name}: role is {_brief(role)}; expected a string such as user")
         if isinstance(content, list):
             parts = cast("list[Any]", content)
-            texts = [p.get("text") if isinstance(p, dict) else p for p in parts]
+            texts: list[Any] = [
+                part.get("text") if isinstance(part, dict) else part for part in parts
+            ]
             if not all(isinstance(text, str) for text in texts):
                 raise DataError(f"{name}: content has a part without text; expected text alone")
             message["content"] = "".join(map(str, texts))

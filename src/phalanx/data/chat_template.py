@@ -1,7 +1,7 @@
 """Render the messages of a chat into one text with a model's chat template, and find its answers.
 
 The text of a conversation whose turns 2 and 4 are answers; R(k) is the rendering of turns 1 to k,
-and P(k) that of turns 1 to k with the start of an answer, the generation prompt:
+and P(k) is the same followed by the start of an answer, the generation prompt:
 
     <user>a<end><assistant>b<end><user>c<end><assistant>d<end>
                            |____|                      |____|    trained
@@ -19,11 +19,10 @@ with `{% generation %}` around its answers says itself where they are.
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError
@@ -48,9 +47,11 @@ class _Generation(Extension):
     """
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
+    is_used = False
 
     @override
     def parse(self, parser: Parser) -> nodes.Node:
+        self.is_used = True
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         start, end = (nodes.Output([nodes.Name(name, "load")]) for name in (_START, _END))
@@ -74,7 +75,6 @@ class ChatTemplate:
             ConfigError: the source is not a valid template.
         """
         self._names = dict(names)
-        self.has_marks = re.search(r"{%-?\s*generation\s*-?%}", source) is not None
         nonce = secrets.token_hex(8)  # no message has spelled it
         self._marks = {_START: f"<{nonce}>", _END: f"</{nonce}>"}
 
@@ -93,6 +93,9 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ConfigError(f"the model's chat template cannot be read: {error}") from error
+        self._has_marks = cast(
+            "_Generation", environment.extensions[_Generation.identifier]
+        ).is_used
 
     def render(
         self,
@@ -143,7 +146,7 @@ class ChatTemplate:
                 message names the turn, from 1.
         """
         text = self.render(messages, tools=tools)
-        if self.has_marks:
+        if self._has_marks:
             return text, self._marked(text, messages, tools, turns)
         spans: list[Span] = []
         for turn in sorted(turns):
@@ -153,7 +156,7 @@ class ChatTemplate:
                 until = self.render(messages[: turn + 1], tools=tools)
             except ConfigError as error:
                 raise ConfigError(
-                    f"the answer of {name} cannot be told from what precedes it, because {error}"
+                    f"the answer of {name} cannot be found, because {error}"
                 ) from error
             if not until.startswith(prompt):
                 raise ConfigError(

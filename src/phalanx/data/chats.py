@@ -50,7 +50,7 @@ class ChatFormat:
     Attributes:
         template: Jinja source of the chat template.
         names: variables of the template, such as `bos_token`.
-        added: tokens that the model has beside those of its tokenizer.json.
+        added: tokens of the model that its tokenizer.json lacks.
         end_ids: ids of the tokens that end a text of the model.
     """
 
@@ -97,13 +97,12 @@ class ChatStats:
     def encode(self, tokenizer: Tokenizer, question: str | None) -> tuple[str, list[int]]:
         """Return a question, or the last one of `opening`, and the tokens that ask it."""
         messages, tools = self.opening["messages"], self.opening["tools"]
-        if question is not None:
-            messages, tools = [{"role": "user", "content": question}], None
+        if question is not None or not messages:
+            messages, tools = [{"role": "user", "content": question or "Hello"}], None
         template = ChatTemplate(self.template, self.names, TODAY)
         text = template.render(messages, tools=tools, add_generation_prompt=True)
         tokenizer.encode_special_tokens = False
-        content = messages[-1].get("content", "") if messages else ""
-        return content, tokenizer.encode(text, add_special_tokens=False).ids
+        return messages[-1].get("content", ""), tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def prepare_chats(
@@ -194,8 +193,10 @@ def _encode(
             num_trained = int(np.count_nonzero(marked & TRAINED))
             if num_trained:
                 packers[is_validation].add(marked)
-                before = {"messages": chat.messages[: chat.turns[0]], "tools": chat.tools}
-                opening.setdefault(is_validation, before)
+                if chat.turns[0] and not opening.get(is_validation):
+                    before = {"messages": chat.messages[: chat.turns[0]], "tools": chat.tools}
+                    form.compiled().render(**before, add_generation_prompt=True)  # or raises now
+                    opening[is_validation] = before
             counts["left out"] += not num_trained
             counts["trained"] += num_trained
             counts["tokens"] += len(marked)
@@ -214,7 +215,7 @@ def _encode(
         num_left_out=counts["left out"],
         num_endless=endless,
         longest=longest,
-        opening=opening.get(True) or opening.get(False) or {},
+        opening=opening.get(True) or opening.get(False) or {"messages": [], "tools": None},
     )
 
 

@@ -27,6 +27,7 @@ from phalanx.errors import DataError
 _HEADER = struct.Struct("<8sIIQQ")
 _MAGIC = b"PHXTOKEN"
 _VERSION, _MARKED_VERSION = 1, 2
+_MARKED = (_MARKED_VERSION, 4)
 
 TRAINED, OPENS = 1 << 31, 1 << 30
 """Marks in a marked file."""
@@ -90,7 +91,7 @@ def open_token_file(path: Path) -> TokenFile:
     if len(raw) == _HEADER.size:
         magic, version, width_bytes, num_tokens, end_id = _HEADER.unpack(raw)
         is_whole = num_bytes == _HEADER.size + num_tokens * width_bytes
-        is_known = magic == _MAGIC and version in (_VERSION, _MARKED_VERSION)
+        is_known = magic == _MAGIC and (version == _VERSION or (version, width_bytes) == _MARKED)
         if is_known and width_bytes in (2, 4) and is_whole:
             is_marked = version == _MARKED_VERSION
             return TokenFile(path, num_tokens, end_id, width_bytes, is_marked=is_marked)

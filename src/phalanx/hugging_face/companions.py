@@ -116,7 +116,7 @@ def is_of_run(checkpoint: Path) -> bool:
     tokenizer. A run on chats has the ids of its tokens, as a conversion has.
     """
     path = _find(checkpoint, ORIGIN)
-    return path is None or not read_json(path).keys() >= {*IDS}
+    return path is None or not (path.parent == checkpoint or read_json(path).keys() & {*IDS})
 
 
 def ids_of(folder: Path) -> Ids:

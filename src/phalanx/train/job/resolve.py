@@ -294,18 +294,18 @@ def words_of(job: Job) -> list[str]:
     reads = ", ".join(f"{name} is read {times:.2g} times" for name, times in _reads(job))
     kind, trained, more = "document", f"{tokens.train.num_tokens:,} tokens to train on", ""
     if (chat := tokens.chat) is not None:
-        kind, held = "conversation", held if held > 1 else 0
-        places = tokens.train.num_tokens + tokens.validation.num_tokens - 2
+        length = job.config.corpus.seq_len
+        kind, held = "conversation", max(0, (held - 1) // length)
         trained = (
-            f"of the layout {chat['layout']}, {chat['num_tokens']:,} tokens, of which "
-            f"{chat['num_trained']:,} in answers, packed into {places:,} places; "
-            f"{tokens.train.num_tokens - 1:,} to train on"
+            f"of the layout {chat['layout']}, {chat['num_tokens']:,} tokens, "
+            f"{chat['num_trained']:,} of them in answers; rows of {length}: "
+            f"{len(job.samples):,} to train on"
         )
-        long = f" (corpus.seq_len; the longest has {chat['longest']:,})"
+        longest = f"corpus.seq_len (the longest has {chat['longest']:,} tokens)"
         for number, what in (
-            (chat["num_cut"], f"cut after {job.config.corpus.seq_len} tokens{long}"),
+            (chat["num_cut"], f"cut at {longest}"),
             (chat["num_left_out"], "left out, without a token of an answer"),
-            (chat["num_endless"], "answers that no special token ends: nothing teaches the end"),
+            (chat["num_endless"], "answers that no special token ends: the model learns no end"),
         ):
             more += f"; {number:,} {what}" if number else ""
     return [
