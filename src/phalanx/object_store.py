@@ -212,7 +212,7 @@ def stream(path: Path, chunks: Callable[[], Iterable[memoryview]]) -> None:
 
 def _written(write: Callable[[], None], path: Path) -> None:
     if str(address_of(path)).startswith("http"):
-        raise StoreError(errno.EROFS, "can only be read; give a folder or s3://, gs://", path)
+        raise StoreError(errno.EROFS, "http addresses can only be read", address_of(path))
     try:
         _repeated(write, "write", path)
     except FileNotFoundError as error:
