@@ -16,6 +16,7 @@ import json
 import math
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -218,6 +219,7 @@ class ObjectFile:
         self._path, self._blocks = path, blocks or num_blocks * [""]
         self._sparse, self._present = tempfile.TemporaryFile(), set[int]()
         self._sparse.truncate(num_bytes)
+        self.close = weakref.finalize(self, self._sparse.close)
         self._fetch(0, 8 if blocks else num_bytes)
         is_whole = blocks or hashlib.file_digest(self._sparse, "sha256").hexdigest() == sha256
         if len(self._blocks) != num_blocks or not is_whole:
