@@ -1,9 +1,9 @@
 """Folders in object stores, named by addresses such as s3://bucket/run, through fsspec.
 
 An object store has no rename, no append and no lock, so an address has a path on this host, whose
-text is the address: s3://bucket/run is CACHE/phalanx/objects/s3/bucket/run. Small files are read
-and written there; `fetch` and `put` bring them from and to the store, as `stream` does with tensors
-straight from memory. A request that fails is repeated (PAUSES_S).
+text is the address: s3://bucket/run is ~/.cache/phalanx-objects/s3/bucket/run. Small files are
+read and written there; `fetch` and `put` bring them from and to the store, `stream` takes tensors
+there straight from memory. A request that fails is repeated (PAUSES_S).
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ def path_of(text: str | Path) -> Path:
     names = [name for name in key.split("/") if name]
     if not names or {".", ".."} & {*names}:
         raise ConfigError(f"{text} is no folder in a store; expected such as s3://bucket/run")
-    return ObjectPath(_root(), scheme, *names)
+    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    return ObjectPath(os.path.abspath(cache), _FOLDER, scheme, *names)
 
 
 def address_of(path: Path) -> str | None:
     """Return the address whose path on this host `path` is; None for any other path."""
-    scheme, _, key = os.path.abspath(path).removeprefix(f"{_root()}/").partition("/")
-    return f"{scheme}://{key}" if scheme else None
+    scheme, _, key = os.path.abspath(path).partition(f"/{_FOLDER}/")[2].partition("/")
+    return f"{scheme}://{key}" if key else None
 
 
-def _root() -> str:
-    cache = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    return os.path.abspath(f"{cache}/phalanx/objects")
+_FOLDER: Final = "phalanx-objects"
+"""Folder of all addresses; a path in it has an address wherever the cache of a process is."""
 
 
 def _store_of(path: Path) -> tuple[Any, str]:
@@ -212,7 +212,7 @@ def stream(path: Path, chunks: Callable[[], Iterable[memoryview]]) -> None:
 
 def _written(write: Callable[[], None], path: Path) -> None:
     if str(address_of(path)).startswith("http"):
-        raise StoreError(errno.EROFS, "can only be read; give a folder or s3://, gs://", path)
+        raise StoreError(errno.EROFS, "http addresses can only be read", address_of(path))
     try:
         _repeated(write, "write", path)
     except FileNotFoundError as error:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runs
+import torch
 
 from phalanx import object_store
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.weights import open_checkpoint, sizes_of
+from phalanx.config import ShapeConfig
+from phalanx.config.file import to_toml
 from phalanx.errors import CheckpointError, StoreError
 from phalanx.launch.local import run_ranks
 from phalanx.object_store import path_of
+from phalanx.train.job.resume import stored_settings
+from small_run import SHAPE, losses, small_run
 
 
 def keys() -> list[str]:
@@ -85,3 +93,50 @@ def test_a_run_in_memory() -> None:
     assert files == [".lock", *["index.json", "rank-00000.safetensors", "manifest.json"] * 2]
     assert seen["after failures"] == (0, 40)
     assert seen["last"] == [4]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # six jobs are started from nothing
+def test_a_run_in_s3_has_the_losses_of_one_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It resumes on another host and strategy; a copy of the run on disk can be read too."""
+    server = pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    moto = server.ThreadedMotoServer("127.0.0.1", port=0)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    for name, value in {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "a",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "XDG_CACHE_HOME": str(tmp_path / "first"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    import fsspec
+
+    files = fsspec.filesystem("s3")
+    files.mkdir("bucket")
+    disk, store = str(tmp_path / "disk"), "s3://bucket/run"
+    config = small_run(tmp_path, num_lines=60, steps=4, save_every=2, shape=ShapeConfig())
+    shape = {f"shape.{name}": each for name, each in vars(SHAPE).items() if each is not None}
+    (tmp_path / "run.toml").write_text(to_toml(stored_settings(config) | shape))
+
+    def run(*arguments: str) -> None:
+        subprocess.run([sys.executable, "-m", "phalanx", "train", *arguments], check=True)
+
+    for out in (disk, store):
+        run("--config", str(tmp_path / "run.toml"), "--strategy", "fsdp2", "--out", out)
+    assert losses(path_of(store)) == losses(disk)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "second"))
+    for strategy, steps in (("fsdp2", "6"), ("dp1", "7")):
+        for each in (disk, store):
+            run("--resume", each, "--strategy", strategy, "--steps", steps)
+    assert losses(path_of(store)) == losses(disk) and len(losses(disk)) == 7
+    files.put(f"{disk}/", "bucket/copied", recursive=True)
+    loaded = [open_checkpoint(path_of(each)) for each in (store, "s3://bucket/copied")]
+    for name, size in sizes_of(loaded[0].shape).items():
+        first, copied = (each.read(name) for each in loaded)
+        assert first.shape == size and torch.equal(first, copied)
+    moto.stop()

@@ -107,7 +107,7 @@ def open_tensors(folder: Path, about: Manifest, name: str) -> Any:
     """Open a tensor file of a checkpoint; for the errors see `open_file` and `ObjectFile`."""
     path, is_here = folder / about.save / name, address_of(folder) is None
     blocks = about.blocks.get(name, ())
-    return open_file(path) if is_here else ObjectFile(path, about.files[name][0], blocks)
+    return open_file(path) if is_here else ObjectFile(path, about.files[name], blocks)
 
 
 def partial_of(final: Path, save: str) -> Path:

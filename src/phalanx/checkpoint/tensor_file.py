@@ -16,6 +16,7 @@ import json
 import math
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -202,23 +203,28 @@ class ObjectFile:
     """A safetensors file in an object store, of which only the blocks in use are read.
 
     They are compared with their sha256 in the manifest, and written to a file with holes on this
-    host, which `safetensors` reads.
+    host, which `safetensors` reads. Of a checkpoint that was copied from a disk, whose manifest has
+    no blocks, the whole file is read and compared.
     """
 
-    def __init__(self, path: Path, num_bytes: int, blocks: Sequence[str]) -> None:
+    def __init__(self, path: Path, expected: Checksum, blocks: Sequence[str]) -> None:
         """Read the header.
 
         Raises:
             CheckpointError: it is damaged, or `blocks` has another length.
             StoreError: the store failed each time.
         """
-        self._path, self._blocks, self._present = path, blocks, set[int]()
-        if len(blocks) != -(-num_bytes // BLOCK_BYTES):
-            raise CheckpointError(f"cannot read {path}: its manifest lists {len(blocks)} blocks")
-        self._sparse = tempfile.TemporaryFile()
+        num_bytes, sha256 = expected
+        num_blocks = -(-num_bytes // BLOCK_BYTES)
+        self._path, self._blocks = path, blocks or num_blocks * [""]
+        self._sparse, self._present = tempfile.TemporaryFile(), set[int]()
         self._sparse.truncate(num_bytes)
+        self.close = weakref.finalize(self, self._sparse.close)
+        self._fetch(0, 8 if blocks else num_bytes)
+        is_whole = blocks or hashlib.file_digest(self._sparse, "sha256").hexdigest() == sha256
+        if len(self._blocks) != num_blocks or not is_whole:
+            raise CheckpointError(f"{path} is damaged: it or its blocks differ from the manifest")
         file, self._begin = self._sparse.fileno(), 8
-        self._fetch(0, 8)
         self._begin += int.from_bytes(os.pread(file, 8, 0), "little")
         self._fetch(8, self._begin)
         self._file = open_file(path, file)  # checks the header

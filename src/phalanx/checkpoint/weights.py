@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +56,7 @@ class _Opened:
     folder: Path
     about: Manifest
     tensors: Index
-    files: dict[str, io.FileIO]
+    files: dict[str, Any]
 
     @staticmethod
     def of(folder: Path) -> _Opened:
@@ -81,16 +80,20 @@ class _Opened:
 
     def file(self, name: str) -> Any:
         """Return the tensor file `name`, mapped into memory, or of an object store."""
-        if (file := self.files.get(name)) is None:
-            return files.open_tensors(self.folder, self.about, name)
-        return open_file(self.folder / name, file.fileno())
+        file = self.files.get(name)
+        if address_of(self.folder) is None:
+            path = self.folder / self.about.save / name
+            return open_file(path, None if file is None else file.fileno())
+        if file is None:  # kept with the blocks that it has read
+            file = self.files[name] = files.open_tensors(self.folder, self.about, name)
+        return file
 
     def close(self) -> None:
         """Close the files; `file` then opens them by their names."""
         _close(self.files)
 
 
-def _close(files: dict[str, io.FileIO]) -> None:
+def _close(files: dict[str, Any]) -> None:
     for file in files.values():
         file.close()
     files.clear()

@@ -136,7 +136,7 @@ def kind_of(source: Path) -> Kind:
         raise CheckpointError(f"{source} is a file; expected the folder it is in: {source.parent}")
     if folders.is_hugging_face(source):  # even if it has a manifest.json too
         return "hugging face"
-    if (manifest.run_folder(source) / "checkpoints").is_dir():
+    if (source / manifest.NAME).exists() or (manifest.run_folder(source) / "checkpoints").is_dir():
         return "phalanx"
     raise CheckpointError(
         f"{source} is neither a Hugging Face folder ({folders.CONFIG} and *.safetensors) nor "
