@@ -9,7 +9,7 @@ Suffixes: N requests, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,10 @@ from phalanx.models.random import key, uniform
 
 
 def choose(
-    logits_NV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[int]
+    logits_NV: Tensor,
+    samplings: Sequence[Sampling],
+    numbers: Sequence[int],
+    masks: Mapping[int, Tensor] | None = None,
 ) -> tuple[list[int], list[TokenScore | None]]:
     """Return the next token of each request, and its score if the request has `logprobs`.
 
@@ -28,9 +31,20 @@ def choose(
             maximum is infinite, gets the token -1.
         samplings: sampling options of each request.
         numbers: number of tokens that each request has generated before.
+        masks: row -> for each of the first ids whether it may be chosen, bool; later ones may not.
+            The scores do not change.
     """
     largest_N, ids_N = logits_NV.max(-1)
     tokens = ids_N.where(largest_N.isfinite(), -1).tolist()
+    model_NV = logits_NV
+    if masks:
+        logits_NV = logits_NV.clone()
+        for row, mask in masks.items():
+            is_legal_V = torch.zeros(logits_NV.shape[1], dtype=torch.bool)
+            is_legal_V[: len(mask)] = mask[: len(is_legal_V)]
+            logits_NV[row].masked_fill_(~is_legal_V.to(logits_NV.device), -float("inf"))
+            largest, id = logits_NV[row].max(-1)
+            tokens[row] = int(id) if tokens[row] >= 0 and largest.isfinite() else -1
     drawn = [n for n, each in enumerate(samplings) if each.temperature > 0 and tokens[n] >= 0]
     if drawn:
         few = [samplings[row] for row in drawn]
@@ -41,7 +55,7 @@ def choose(
     for row, sampling in enumerate(samplings):
         if sampling.logprobs is None or tokens[row] < 0:
             continue
-        logprobs_V = torch.log_softmax(logits_NV[row].double(), dim=-1)
+        logprobs_V = torch.log_softmax(model_NV[row].double(), dim=-1)
         values, ids = logprobs_V.topk(min(sampling.logprobs, len(logprobs_V)))
         pairs = zip(ids.tolist(), values.tolist(), strict=True)
         top = tuple(pair for pair in pairs if math.isfinite(pair[1]))  # -inf: no token
