@@ -142,13 +142,11 @@ def test_what_asks_for_nothing_is_taken_as_openai_takes_it(client: Client) -> No
     usage = client.ask("/v1/chat/completions", chat)[1]["usage"]
     assert usage["prompt_tokens"] == len(["<s>", "a", "b"])  # the tokenizer has no line break
     for wrong, why in (
-        (
-            {"response_format": {"type": "json_object"}},
-            "response_format is not supported; expected",
-        ),
-        ({"tools": [{"type": "function"}]}, "tools is not supported; expected []"),
+        ({"response_format": {"type": "json_schema"}}, "type json_schema requires json_schema"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function is missing"),
+        ({"tool_choice": "required"}, "tool_choice is required; the tools are none"),
         ({"messages": [image]}, 'messages.0.content.0.type is "image_url", which is not supported'),
-        ({"messages": [{**calls, "tool_calls": [{}]}]}, "messages.0.tool_calls is not supported"),
+        ({"messages": [{**calls, "tool_calls": [{}]}]}, "messages.0.tool_calls.0.function is mis"),
         ({"messages": [{**calls, "echo": False}]}, "messages.0.echo is not supported"),
         ({"add_special_tokens": True}, "add_special_tokens is not supported; expected false"),
         ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens is 0; expected"),

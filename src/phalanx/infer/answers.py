@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -16,6 +16,7 @@ from phalanx.infer.engine import EngineFailed, Piece
 from phalanx.infer.options import TokenScore
 from phalanx.infer.scheduler import Completion
 from phalanx.infer.served import Served
+from phalanx.infer.tool_calls import CallParser
 
 
 def error_body(
@@ -41,6 +42,7 @@ class Answer:
         is_chat: bool,
         echoes: Sequence[str] = (),
         has_prompt_scores: bool = False,
+        new_parser: Callable[[], CallParser] | None = None,
     ) -> None:
         """Create the response of one request.
 
@@ -50,7 +52,9 @@ class Answer:
             is_chat: whether the request is a chat.
             echoes: text of the prompt of each choice, to put before its text; or none.
             has_prompt_scores: whether the response has `prompt_logprobs`.
+            new_parser: returns a parser of the calls of tools in a choice; None if there are none.
         """
+        self._parsers = None if new_parser is None else defaultdict[int, CallParser](new_parser)
         self._is_chat, self._has_scores, self._num_top = is_chat, logprobs is not None, logprobs
         self._echoes, self._has_prompt_scores = echoes, has_prompt_scores
         self._tokenizer, self._model = served.tokenizer, served.name
@@ -64,7 +68,10 @@ class Answer:
         for each in completions:
             content: dict[str, Any] = {"text": self._echo(each) + each.text}
             if self._is_chat:
-                content = {"message": {"role": "assistant", "content": content["text"]}}
+                message = {"content": content["text"]}
+                if self._parsers is not None:
+                    message = self._parsers[each.number].whole(content["text"])
+                content = {"message": {"role": "assistant", **message}}
             choices.append(content | self._ends(each, each.new_tokens, each.scores, is_first=True))
             if self._has_prompt_scores:  # vLLM has one list in the response to a chat
                 (about if self._is_chat else choices[-1])["prompt_logprobs"] = [
@@ -87,17 +94,24 @@ class Answer:
         try:
             async for completion, text, token, score, reason in pieces:
                 number, is_first = completion.number, completion.number not in begun
-                content = {"text": self._echo(completion) + text if is_first else text}
-                if number in begun and not (text or reason or self._has_scores):
+                text = self._echo(completion) + text if is_first else text
+                deltas = [{"content" if self._is_chat else "text": text}] if text else []
+                if self._parsers is not None:
+                    deltas = self._parsers[number].take(text, is_last=reason is not None)
+                if not (is_first or deltas or reason or self._has_scores):
                     continue
-                if self._is_chat:
-                    role = {} if number in begun else {"role": "assistant"}
-                    content = {"delta": {**role, "content": content["text"]}}
                 begun.add(number)
                 tokens, scores = ([], []) if score is None else ([token], [score])
                 ends = self._ends(completion, tokens, scores, is_first=is_first)
-                ends |= {"finish_reason": reason}
-                yield _event({**about, "choices": [content | ends]})
+                reason = reason and ends["finish_reason"]
+                deltas = deltas or [{"content" if self._is_chat else "text": ""}]
+                if self._is_chat:
+                    deltas[0] |= {"role": "assistant"} if is_first else {}
+                for delta in deltas:  # a piece of text may end one call and begin another
+                    ends["finish_reason"] = reason if delta is deltas[-1] else None
+                    content = {"delta": delta} if self._is_chat else delta
+                    yield _event({**about, "choices": [content | ends]})
+                    ends["logprobs"] = None
             if has_usage:
                 yield _event({**about, "choices": [], "usage": _usage(completions)})
             yield "data: [DONE]\n\n"
@@ -130,11 +144,10 @@ class Answer:
                 tokens = [*completion.prompt, *tokens]
                 all_scores = [*completion.prompt_scores, *scores]
             logprobs = self.scores(completion.number, tokens, all_scores)
-        return {
-            "index": completion.number,
-            "logprobs": logprobs,
-            "finish_reason": completion.finish_reason,
-        }
+        reason = completion.finish_reason
+        if reason == "stop" and self._parsers and self._parsers[completion.number].num_calls:
+            reason = "tool_calls"
+        return {"index": completion.number, "logprobs": logprobs, "finish_reason": reason}
 
     def _prompt_score(self, token: int, score: TokenScore) -> dict[str, Any]:
         """Return the entry of `prompt_logprobs` of a prompt token, in vLLM's format."""

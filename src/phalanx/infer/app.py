@@ -14,6 +14,7 @@ host, so the browser sees the same origin. The header Host then has that name: 4
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import ipaddress
 import re
@@ -37,11 +38,20 @@ from phalanx.infer.answers import Answer, envelope, error_body
 from phalanx.infer.chat import Chat
 from phalanx.infer.engine import NOT_FINITE, Engine, EngineFailed, Piece
 from phalanx.infer.engine_thread import CLOSING, EngineThread, Pieces, QueueFull, follow
+from phalanx.infer.grammar import Grammars
 from phalanx.infer.metrics import ServerMetrics
 from phalanx.infer.options import RequestError, about_field
-from phalanx.infer.protocol import MAX_CHOICES, ChatBody, CompletionBody, GenerationBody, parse
+from phalanx.infer.protocol import (
+    MAX_CHOICES,
+    ChatBody,
+    CompletionBody,
+    Constraint,
+    GenerationBody,
+    parse,
+)
 from phalanx.infer.scheduler import Completion
 from phalanx.infer.served import Served
+from phalanx.infer.tool_calls import FAMILIES, CallParser, family_of, grammar_of
 from phalanx.storage import existing
 
 BODY_TIMEOUT_S: Final = 30.0
@@ -114,12 +124,16 @@ def _needs_no_dns(host: str) -> bool:
 class Gateway:
     """Handlers that submit HTTP requests to the engine thread and build the responses."""
 
-    def __init__(self, served: Served, engine: Engine, limits: Limits) -> None:
+    def __init__(
+        self, served: Served, engine: Engine, limits: Limits, tool_call_parser: str = "auto"
+    ) -> None:
         self.served, self.limits = served, limits
         self.metrics = ServerMetrics(engine)
         self.thread = EngineThread(engine, self.metrics, limits.max_waiting)
         self._most_tokens = engine.max_total_tokens
         self._chat = Chat(served)
+        self._family = FAMILIES.get(tool_call_parser) or family_of(self._chat.source)
+        self._grammars = Grammars(served.tokenizer, served.end_ids)
         self._watchers: set[asyncio.Task[None]] = set()
         self._bodies: set[asyncio.Timeout] = set()  # time limits of bodies that are arriving
 
@@ -162,8 +176,17 @@ class Gateway:
                 "max_tokens and max_completion_tokens are the same limit; give only one of them"
             )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        tools = [tool.model_dump(exclude_none=True) for tool in body.usable_tools]
+        if tools and self._family is None:
+            raise RequestError(
+                "tools requires a chat template that renders them in a known format, which the "
+                f"model lacks; --tool-call-parser names the format: {', '.join(FAMILIES)}",
+                "tools",
+            )
         with about_field("messages"):
-            prompt = await asyncio.to_thread(self._chat.encode, body.messages, self._most_tokens)
+            prompt = await asyncio.to_thread(
+                self._chat.encode, body.messages, self._most_tokens, tools or None
+            )
         max_tokens = body.max_completion_tokens
         if max_tokens is None:
             max_tokens = max(self._most_tokens - len(prompt), 1)
@@ -245,15 +268,36 @@ class Gateway:
     ) -> Response:
         """Generate, and return one JSON response or a stream of events."""
         samplings, is_chat = body.samplings(max_tokens, logprobs), isinstance(body, ChatBody)
+        constraint, grammar, new_parser = body.constraint, None, None
+        if isinstance(body, ChatBody) and body.usable_tools and (family := self._family):
+            names = [tool.function.name for tool in body.usable_tools]
+            is_parallel = body.parallel_tool_calls is not False
+            new_parser = functools.partial(CallParser, family, names, is_parallel=is_parallel)
+            if functions := body.forced_functions:
+                if constraint is not None:
+                    why = f"tool_choice asks for a call, and {constraint.field} for another text"
+                    raise RequestError(f"{why}; expected one of them", "tool_choice")
+                is_single = not is_parallel or body.tool_choice != "required"
+                tokenizer = self.served.tokenizer
+                lark = grammar_of(family, functions, tokenizer, is_single=is_single)
+                constraint = Constraint("tools", "lark", lark)
+        if constraint is not None:
+            with about_field(constraint.field):
+                grammar = await asyncio.to_thread(
+                    self._grammars.compile, constraint.kind, constraint.text
+                )
         has_prompt_scores = body.prompt_logprobs is not None
         answer = Answer(
             *(self.served, logprobs),
             is_chat=is_chat,
             echoes=echoes,
             has_prompt_scores=has_prompt_scores,
+            new_parser=new_parser,
         )
         field = "messages" if is_chat else "prompt"
-        completions, arriving = self.thread.submit(prompts, samplings, field)
+        completions, arriving = self.thread.submit(
+            prompts, samplings, field, grammar=grammar, skips_special=new_parser is None
+        )
 
         async def watch() -> None:
             """Abort the completions when the client disconnects."""
@@ -290,7 +334,8 @@ class Gateway:
                 if isinstance(piece, Exception):
                     raise piece
                 if piece.finish_reason == "error":
-                    raise EngineFailed(NOT_FINITE)
+                    grammar = piece.completion.grammar
+                    raise EngineFailed((grammar and grammar.failure) or NOT_FINITE)
                 num_left -= piece.finish_reason is not None
                 yield piece
         finally:
@@ -336,7 +381,11 @@ async def refuse(request: Request, error: Exception) -> Response:
 
 
 def app_of(
-    served: Served, engine: Engine, limits: Limits, follow_s: float | None = None
+    served: Served,
+    engine: Engine,
+    limits: Limits,
+    follow_s: float | None = None,
+    tool_call_parser: str = "auto",
 ) -> FastAPI:
     """Return the application that serves a model.
 
@@ -348,11 +397,12 @@ def app_of(
         limits: see `Limits`.
         follow_s: seconds between polls for a later checkpoint of the run, whose weights are then
             served; None to keep the first weights.
+        tool_call_parser: name of the format of calls of tools, or auto: the chat template's.
 
     Raises:
         ConfigError: the chat template is invalid, or `follow_s` is given without a run folder.
     """
-    gateway = Gateway(served, engine, limits)
+    gateway = Gateway(served, engine, limits, tool_call_parser)
     folder = served.weights.folder
     run = None if follow_s is None else manifest.run_of(folder)
     if follow_s is not None and run is None:

@@ -18,10 +18,13 @@ class Chat:
 
     For a base model without a chat template, the prompt is the contents of the messages, joined by
     newlines.
+
+    Attributes:
+        source: the template; empty without one.
     """
 
     def __init__(self, served: Served) -> None:
-        self._served = served
+        self._served, self.source = served, ""
         self._template = None
         # Two tokenizers: of prompts, where special tokens are plain text, and of rendered chats.
         # The template spells out special tokens. As in transformers, text in a message that spells
@@ -34,6 +37,7 @@ class Chat:
                 raise ConfigError(
                     f"the chat templates of the model are {names}; expected one named {DEFAULT}"
                 )
+            self.source = source
             self._template = ChatTemplate(source, served.template_names)
 
     def encode(

@@ -7,7 +7,6 @@ that has a grammar on the first rank; the sampler applies it, and other requests
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -61,9 +60,12 @@ class Matcher:
 
     def take(self, token: int) -> bool:
         """Go on after `token`, and return whether nothing but the end of the text may follow."""
-        if not self._state.consume_token(token) and self._state.is_error():
-            self.failure = f"the grammar cannot go on: {_brief(self._state.get_error())}"
-        return self._state.is_stopped()
+        state = self._state
+        state.consume_token(token)
+        if state.is_stopped() and not state.is_accepting():
+            why = _brief(state.get_error()) or "the vocabulary has no token that may follow"
+            self.failure = f"the grammar cannot go on: {why}"
+        return state.is_stopped()
 
 
 class Grammars:
@@ -100,7 +102,10 @@ class Grammars:
                 source = llguidance.grammar_from(kind, text)
         except ValueError as error:
             raise ConfigError(_brief(str(error))) from None
-        matcher = Matcher(new(self._vocabulary, source, log_level=0))
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        matcher = Matcher(new(self._vocabulary, source, log_level=0, limits=limits))
+        if matcher.failure is None and not matcher.masks()[0].any():
+            matcher.failure = "no token of the vocabulary can begin the text"
         if matcher.failure is not None:
             raise ConfigError(_brief(matcher.failure))
         with self._lock:
@@ -143,8 +148,3 @@ class _Vocabulary:
 
 def _brief(message: str) -> str:
     return " ".join(message.split())[:300]
-
-
-def dump(value: Any) -> str:
-    """Return the text of a constraint that is JSON."""
-    return json.dumps(value, ensure_ascii=False)

@@ -10,7 +10,8 @@ import dataclasses
 import json
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast
+from contextlib import suppress
+from typing import Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -25,6 +26,7 @@ from typing_extensions import override
 
 from phalanx.config.fields import Range, check_value, settings, value_at
 from phalanx.errors import ConfigError
+from phalanx.infer.grammar import Kind
 from phalanx.infer.options import (
     MAX_LOGPROBS,
     RequestError,
@@ -41,6 +43,7 @@ MOST_SHOWN: Final = 60
 """Most characters of a value that an error message quotes."""
 
 MAX_MESSAGES: Final = 4096
+MAX_TOOLS: Final = 128
 
 
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -51,12 +54,10 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
         ((-1,), "top_k"),
         (("",), "suffix"),
         (({},), "logit_bias metadata chat_template_kwargs"),
-        (([],), "tools functions documents stop_token_ids bad_words"),
+        (([],), "functions documents stop_token_ids bad_words"),
         ((["text"],), "modalities"),
-        (({"type": "text"},), "response_format"),
-        (("none", "auto"), "tool_choice function_call"),
+        (("none", "auto"), "function_call"),
         (("auto", "default"), "service_tier"),
-        ((True, False), "parallel_tool_calls"),
         ((True,), "skip_special_tokens spaces_between_special_tokens add_generation_prompt"),
         ((False,), "store use_beam_search early_stopping include_stop_str_in_output"),
         ((False,), "continue_final_message"),
@@ -116,6 +117,50 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+class JsonSchema(Body):
+    """The schema of a `response_format`; `strict` has no effect, since a schema always holds."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """What a text has to match, in OpenAI's format."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if self.type == "json_schema" and (
+            self.json_schema is None or not self.json_schema.schema_
+        ):
+            raise ValueError("type json_schema requires json_schema.schema")
+        return self
+
+
+class StructuredOutputs(Body):
+    """What a text has to match, in vLLM's format."""
+
+    neutral = {"disable_any_whitespace": (False,), "disable_additional_properties": (False,)}
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Constraint(NamedTuple):
+    """What a text has to match: the field that says so, and the arguments of `Grammars.compile`."""
+
+    field: str
+    kind: Kind
+    text: str
+
+
 class GenerationBody(Body):
     """Fields that the bodies of completions and chats share."""
 
@@ -141,6 +186,12 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     echo: bool | None = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
     # Names of the end user or of a cache: without effect, whatever they are.
     user: str | None = None
     safety_identifier: str | None = None
@@ -165,6 +216,44 @@ class GenerationBody(Body):
     def scored_prompt(self) -> int | None:
         """Number of alternatives to score with each prompt token; None to score no prompt."""
         return self.prompt_logprobs
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the text has to match.
+
+        Raises:
+            RequestError: several fields say so.
+        """
+        wanted = self.structured_outputs or StructuredOutputs()
+        schema: Any = self.response_format and self.response_format.json_schema
+        is_object = self.response_format and self.response_format.type == "json_object"
+        fields: list[tuple[str, Kind, Any]] = [
+            ("response_format", "json_schema", schema and schema.schema_),
+            ("response_format", "json_schema", {"type": "object"} if is_object else None),
+            ("guided_json", "json_schema", self.guided_json),
+            ("guided_regex", "regex", self.guided_regex),
+            ("guided_choice", "choice", self.guided_choice),
+            ("guided_grammar", "grammar", self.guided_grammar),
+            ("structured_outputs", "json_schema", wanted.json_),
+            ("structured_outputs", "regex", wanted.regex),
+            ("structured_outputs", "choice", wanted.choice),
+            ("structured_outputs", "grammar", wanted.grammar),
+            (
+                "structured_outputs",
+                "json_schema",
+                {"type": "object"} if wanted.json_object else None,
+            ),
+        ]
+        constraints = [
+            Constraint(field, kind, value if isinstance(value, str) else json.dumps(value))
+            for field, kind, value in fields
+            if value is not None
+        ]
+        if len(constraints) > 1:
+            names = " and ".join(each.field for each in constraints)
+            why = f"{names} constrain the text twice; expected one constraint"
+            raise RequestError(why, constraints[0].field)
+        return constraints[0] if constraints else None
 
     def samplings(self, max_tokens: int, logprobs: int | None) -> list[Sampling]:
         """Return the sampling options of each continuation of a prompt; the default seed is random.
@@ -236,10 +325,55 @@ class MessagePart(Body):
     text: str
 
 
+class CalledFunction(Body):
+    """The function of a call, with its arguments as JSON."""
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(Body):
+    """A call of a tool in a message of the assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: CalledFunction
+
+
+class Function(Body):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ToolName(Body):
+    """The function that a `tool_choice` names."""
+
+    name: str
+
+
+class ToolChoice(Body):
+    """A `tool_choice` that names a function."""
+
+    type: Literal["function"]
+    function: ToolName
+
+
 class Message(Body):
     """A message of a chat."""
 
-    neutral = {"tool_calls": ([],), "annotations": ([],)}
+    neutral = {"annotations": ([],)}
 
     role: Annotated[str, Field(max_length=64)]
     content: (
@@ -254,6 +388,7 @@ class Message(Body):
     refusal: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_MESSAGES)] | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
@@ -273,6 +408,12 @@ class Message(Body):
     def for_template(self) -> dict[str, Any]:
         """Return the message for a chat template; as in transformers, without fields of None."""
         fields = self.model_dump(exclude_none=True)
+        for call in fields.get("tool_calls", ()):  # templates expect objects, clients send texts
+            with suppress(ValueError):
+                if isinstance(arguments := call["function"]["arguments"], str):
+                    call["function"]["arguments"] = json.loads(arguments)
+        if not fields.get("tool_calls", True):
+            del fields["tool_calls"]
         return fields if self.content is None else fields | {"content": self.text}
 
 
@@ -282,6 +423,16 @@ class ChatBody(GenerationBody):
     neutral = {**NEUTRAL, "add_special_tokens": (False,)}  # the template spells them
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("text")]
+            | Annotated[ToolChoice, Tag("object")],
+            Discriminator(lambda value: "text" if isinstance(value, str) else "object"),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -291,6 +442,34 @@ class ChatBody(GenerationBody):
     def field_names(self) -> dict[str, str]:
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return {**super().field_names, "logprobs": "top_logprobs", "max_tokens": limit}
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        """The tools that the model may call.
+
+        Raises:
+            RequestError: `tool_choice` needs tools, or names none of them.
+        """
+        tools, choice = self.tools or [], self.tool_choice
+        names = [tool.function.name for tool in tools]
+        name = choice.function.name if isinstance(choice, ToolChoice) else None
+        if (choice == "required" and not tools) or (name is not None and name not in names):
+            wanted = "required" if name is None else f"the function {name!r:.99}"
+            raise RequestError(
+                f"tool_choice is {wanted}; the tools are {', '.join(names)[:300] or 'none'}",
+                "tool_choice",
+            )
+        return [] if choice == "none" else tools
+
+    @property
+    def forced_functions(self) -> list[dict[str, Any]]:
+        """The functions of which the model has to call one; none if it may answer with a text."""
+        if self.tool_choice in (None, "none", "auto"):
+            return []
+        functions = [tool.function.model_dump() for tool in self.usable_tools]
+        if not isinstance(self.tool_choice, ToolChoice):
+            return functions
+        return [each for each in functions if each["name"] == self.tool_choice.function.name]
 
 
 def parse(kind: type[GenerationBody], content: bytes) -> Any:
