@@ -25,6 +25,8 @@ from phalanx.comm.together import barrier, on_first_rank
 from phalanx.data.loader import Loader, evaluation_batches, evaluation_rows, stream_length
 from phalanx.data.samples import Batch
 from phalanx.data.tokenizer import load_tokenizer
+from phalanx.hugging_face.convert import open_hugging_face
+from phalanx.infer.served import fill_from
 from phalanx.measure.environment import free_memory_bytes
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.products import arithmetic_in
@@ -103,11 +105,11 @@ class TextSession(Session):
         self.plan = plan_decoder(job.strategy.of_worker, job.shape, *dtypes, comm.coord("pp"))
         self.model.train()
         with notice_if_slow("building the model"):
-            fill: FirstWeights = (
-                functools.partial(fill_initial, job.shape, job.config.seed)
-                if self.start is None  # else the checkpoint has all weights
-                else lambda shard, _name, _full, _offset: shard
-            )
+            fill: FirstWeights = functools.partial(fill_initial, job.shape, job.config.seed)
+            if self.start is not None:  # the checkpoint has all weights
+                fill = _keep
+            elif job.published is not None:
+                fill = fill_from(open_hugging_face(job.published))
             runner = self.plan.build(comm, fill)
         if job.init is not None:
             with notice_if_slow(f"reading weights from {job.init.folder}"):
@@ -226,6 +228,10 @@ class TextSession(Session):
                 first_id=job.tokens.train.end_id,
                 seed=job.config.seed,
             )
+
+
+def _keep(_shard: torch.Tensor, _name: str, _full: Any, _offset: Any) -> None:
+    """Leave a shard as it is."""
 
 
 def loader_of(job: Job, data_rank: int) -> Loader:
