@@ -100,9 +100,14 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str] = (), prompt: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        skips_special: bool = True,
     ) -> None:
         """Start after the tokens of `prompt`; `stops` are the strings that end the text."""
+        self._skips_special = skips_special
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
         self._ids = list(prompt[-_CONTEXT:])
         self._begin, self._read = 0, self._num_whole()
@@ -175,4 +180,4 @@ class TextStream:
         return text[:end]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)

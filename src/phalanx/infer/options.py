@@ -126,3 +126,7 @@ class EngineConfig:
     """Find the keys and values of prompts that begin alike, and compute them once."""
     chunked_prefill: bool = True
     """Compute long prompts in chunks beside other requests; otherwise in one step."""
+    speculative: str = "none"
+    """ngram guesses up to 4 next tokens by lookup in the request's own tokens, and keeps those that
+    are right: faster where a text repeats its prompt; ngram,TOKENS,LONGEST,SHORTEST sets the number
+    of tokens and the n-grams."""

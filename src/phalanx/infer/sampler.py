@@ -9,7 +9,7 @@ Suffixes: N requests, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ def choose(
     samplings: Sequence[Sampling],
     numbers: Sequence[int],
     num_ids: int | None = None,
+    masks: Mapping[int, Tensor] | None = None,
 ) -> tuple[list[int], list[TokenScore | None]]:
     """Return the next token of each request, and its score if the request has `logprobs`.
 
@@ -32,10 +33,20 @@ def choose(
         samplings: sampling options of each request.
         numbers: number of tokens that each request has generated before.
         num_ids: number of ids that stand for a token; None for all. The others are never chosen.
+        masks: row -> for each of the first ids whether it may be chosen, bool; later ones may not.
+            The scores do not change.
     """
     scored_NV, logits_NV = logits_NV, logits_NV[:, :num_ids]
     largest_N, ids_N = logits_NV.max(-1)
     tokens = ids_N.where(largest_N.isfinite(), -1).tolist()
+    if masks:
+        logits_NV = logits_NV.clone()
+        for row, mask in masks.items():
+            is_legal_V = torch.zeros(logits_NV.shape[1], dtype=torch.bool)
+            is_legal_V[: len(mask)] = mask[: len(is_legal_V)]
+            logits_NV[row].masked_fill_(~is_legal_V.to(logits_NV.device), -float("inf"))
+            largest, id = logits_NV[row].max(-1)
+            tokens[row] = int(id) if tokens[row] >= 0 and largest.isfinite() else -1
     drawn = [n for n, each in enumerate(samplings) if each.temperature > 0 and tokens[n] >= 0]
     if drawn:
         few = [samplings[row] for row in drawn]
