@@ -78,7 +78,7 @@ def test_a_broken_constraint_is_refused_with_the_reason(client: Client) -> None:
         ({"guided_regex": "(ab"}, "unclosed group"),
         ({"guided_grammar": "root ::= x"}, "Rule 'x' not found"),
         ({"guided_choice": []}, "guided_choice"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "constrain the text twice"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice constrain the text"),
     ):
         status, answer = client.ask("/v1/chat/completions", {**CHAT, **field})
         assert status == 400 and why in answer["error"]["message"], answer
@@ -90,7 +90,7 @@ def test_without_llguidance_a_constraint_is_refused_by_its_extra(
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(ValueError, match=r"pip install 'phalanx-train\[serve\]'"):
-        Grammars(open_served(folder).tokenizer, ()).compile("regex", "a")
+        Grammars(open_served(folder).tokenizer, ()).compile("guided_regex", "regex", "a")
 
 
 def test_scores_are_of_the_model_without_a_mask() -> None:
@@ -103,7 +103,9 @@ def test_scores_are_of_the_model_without_a_mask() -> None:
 
 def test_rows_without_a_grammar_and_preemption_change_nothing(folder: Path) -> None:
     served = open_served(folder)
-    grammar = Grammars(served.tokenizer, served.end_ids).compile("regex", "[a-m]{20,24}[0-9]")
+    grammar = Grammars(served.tokenizer, served.end_ids).compile(
+        "guided_regex", "regex", "[a-m]{20,24}[0-9]"
+    )
     found: list[list[list[int]]] = []
     for options in (
         {"slots": 2},

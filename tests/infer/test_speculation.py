@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -24,8 +25,7 @@ FEW = [GRID[number] for number in (10, 19, 46)]
 def test_tokens_are_those_without_speculation(
     cases: list[tuple[int, int, bool, bool]], num: int
 ) -> None:
-    model, _ = twins("llama")
-    model = model.double()
+    model = copy.deepcopy(twins("llama")[0]).double()
     texts = [(prompt * 3)[:40] for prompt in prompts(num)]
     samplings = [  # greedy, nearly greedy and drawn; of one prompt also two choices
         Sampling(max_tokens=24, temperature=(0, 0.3, 1)[n % 3], seed=n, logprobs=1)

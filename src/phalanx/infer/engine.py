@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from phalanx.infer.detokenize import TextStream
 from phalanx.infer.grammar import Matcher
 from phalanx.infer.options import RequestError, Sampling, TokenScore
 from phalanx.infer.paged import FlatStep, ScoredRow, StepSpan
-from phalanx.infer.sampler import choose
+from phalanx.infer.sampler import LogitRules, choose
 from phalanx.infer.scheduler import Completion, Scheduler
 
 NOT_FINITE = "the model's logits are not finite"
@@ -146,8 +147,14 @@ class Engine:
             Completion(
                 shared,
                 each,
-                tokenizer and TextStream(tokenizer, each.stop, prompt, skips_special),
+                tokenizer
+                and TextStream(
+                    *(tokenizer, each.stop, prompt),
+                    skips_special=skips_special and each.skip_special_tokens,
+                    includes_stop=each.include_stop,
+                ),
                 number + choice,
+                rules=LogitRules(each, prompt, self.end_ids) if each.changes_logits else None,
                 prompt_scores=prompt_scores,
                 grammar=grammar and grammar.copy(),
             )
@@ -189,6 +196,7 @@ class Engine:
         samplings: list[Sampling] = []  # of each row, as the next two
         numbers: list[int] = []
         masks: dict[int, Tensor] = {}
+        changes: dict[int, Callable[[Tensor], None]] = {}
         for part in step.parts:
             completion, start, stop = part
             draft = completion.draft
@@ -204,6 +212,10 @@ class Engine:
             if part.computes_logits:
                 if completion.grammar is not None:
                     masks |= enumerate(completion.grammar.masks(draft), len(flat.rows))
+                if (rules := completion.rules) is not None:
+                    for n in range(1 + len(draft)):
+                        generated = [*completion.new_tokens, *draft[:n]]
+                        changes[len(flat.rows) + n] = partial(rules.change, generated)
                 completions.append(completion)
                 for n in range(1 + len(draft)):
                     flat.rows.append(len(flat.tokens) - 1 - len(draft) + n)
@@ -214,7 +226,9 @@ class Engine:
             prompt_scores[at] = scored.score
         if not completions:
             return []
-        chosen = zip(*choose(logits_NV, samplings, numbers, self._num_ids, masks), strict=True)
+        chosen = zip(
+            *choose(logits_NV, samplings, numbers, self._num_ids, masks, changes), strict=True
+        )
         pieces: list[Piece] = []
         for completion in completions:
             draft, completion.draft = completion.draft, []
@@ -247,23 +261,24 @@ class Engine:
             self.counts.generated_tokens += 1
             if score is not None:
                 completion.scores.append(score)
-            is_end, is_whole = token in self.end_ids, False
+            is_whole, is_stop_id = False, token in sampling.stop_token_ids
+            is_end = is_stop_id or (token in self.end_ids and not sampling.ignore_end)
             if (grammar := completion.grammar) is not None:
                 is_whole = grammar.take(token)
-            if stream is not None and not is_end:
-                text = stream.take(token)
+            if stream is not None and (not is_end or sampling.include_stop):
+                is_early = completion.num_generated <= sampling.min_tokens
+                text = stream.take(token, may_stop=not is_early)
             if grammar is not None and grammar.failure is not None:
                 reason = "error"
-            elif (stream is not None and stream.is_stopped) or (
-                is_whole or (is_end and not sampling.ignore_end)
-            ):
-                reason = "stop"
+            elif (stream is not None and stream.stopped_by is not None) or (is_whole or is_end):
+                reason, completion.stop_reason = "stop", token if is_stop_id else None
             elif completion.num_generated >= sampling.max_tokens:
                 reason = "length"
         if reason is not None:
             if stream is not None:
                 text += stream.end()
-                reason = "stop" if stream.is_stopped else reason
+                if stream.stopped_by is not None:
+                    reason, completion.stop_reason = "stop", stream.stopped_by
             self.scheduler.finish(completion, reason)
         return Piece(completion, text, token, score, reason)
 

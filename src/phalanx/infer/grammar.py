@@ -22,8 +22,8 @@ from torch import Tensor
 from phalanx.errors import ConfigError
 from phalanx.infer.detokenize import bytes_of
 
-Kind = Literal["json_schema", "regex", "choice", "grammar", "lark"]
-"""What a constraint is written in; a choice is a JSON list of texts, "grammar" GBNF or Lark."""
+Kind = Literal["json", "regex", "choice", "grammar", "lark"]
+"""What a constraint is: a JSON schema, a regex, a JSON list of texts, GBNF or Lark, Lark."""
 
 WHITESPACE: Final = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 """Option of JSON schemas: bounded, because a model may prefer whitespace to any content forever."""
@@ -76,8 +76,10 @@ class Grammars:
         self._compiled: OrderedDict[tuple[Kind, str], Matcher] = OrderedDict()
         self._lock = threading.Lock()
 
-    def compile(self, kind: Kind, text: str) -> Matcher:
+    def compile(self, field: str, kind: Kind, text: str) -> Matcher:
         """Return the matcher of a constraint, before the first token; copy it for each completion.
+
+        `field` is the field of the request that has the constraint.
 
         Raises:
             ConfigError: the constraint is invalid or uses what is not supported, or llguidance is
@@ -87,7 +89,7 @@ class Grammars:
             import llguidance
         except ImportError:
             raise ConfigError(
-                "constrained generation needs llguidance, which is not installed: "
+                f"{field} needs llguidance, which is not installed: "
                 "pip install 'phalanx-train[serve]'"
             ) from None
         with self._lock:
@@ -96,18 +98,18 @@ class Grammars:
                 return matcher
         new = llguidance.LLMatcher
         try:
-            if kind == "json_schema":
+            if kind == "json":
                 source = new.grammar_from_json_schema(text, defaults=WHITESPACE)
             else:
                 source = llguidance.grammar_from(kind, text)
         except ValueError as error:
-            raise ConfigError(_brief(str(error))) from None
+            raise ConfigError(f"{field} is invalid: {_brief(str(error))}") from None
         limits = llguidance.LLParserLimits(verbose_errors=False)
         matcher = Matcher(new(self._vocabulary, source, log_level=0, limits=limits))
         if matcher.failure is None and not matcher.masks()[0].any():
             matcher.failure = "no token of the vocabulary can begin the text"
         if matcher.failure is not None:
-            raise ConfigError(_brief(matcher.failure))
+            raise ConfigError(f"{field} is invalid: {_brief(matcher.failure)}")
         with self._lock:
             self._compiled[kind, text] = matcher
             if len(self._compiled) > MOST_GRAMMARS:

@@ -30,12 +30,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from phalanx.infer.detokenize import TextStream
 from phalanx.infer.grammar import Matcher
 from phalanx.infer.options import Sampling, TokenScore
 from phalanx.infer.pool import BlockCopy, BlockPool, BlockTable
+
+if TYPE_CHECKING:
+    from phalanx.infer.sampler import LogitRules
 
 WATERMARK: Final = 0.01
 """Fraction of blocks that must stay free when a completion is admitted while others run, so that it
@@ -55,6 +58,8 @@ class Completion:
         scores: score of each generated token, if the options ask for `logprobs`.
         prompt_scores: score of each prompt token if the options ask for `prompt_logprobs`, None for
             the first and while not computed; completions of one prompt share the list.
+        rules: what changes its logits; None if nothing does.
+        stop_reason: stop text, or id of `stop_token_ids`, that ended it.
         finish_reason: "stop", "length", "abort" or "error"; None before its end.
         siblings: completions of the same prompt, which fork from this one once its prompt is
             computed.
@@ -75,7 +80,9 @@ class Completion:
     tokens: list[int] = field(default_factory=list[int])
     scores: list[TokenScore] = field(default_factory=list[TokenScore])
     prompt_scores: list[TokenScore | None] = field(default_factory=lambda: [])
+    rules: LogitRules | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     siblings: list[Completion] = field(default_factory=lambda: [])
     grammar: Matcher | None = None
     ngrams: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])

@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
-import string
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from secrets import token_hex
 from typing import Any, Final, cast
 
 from tokenizers import Tokenizer
 
 from phalanx.infer.grammar import WHITESPACE
+from phalanx.infer.protocol import Function
 
 
 @dataclass(frozen=True)
@@ -31,44 +31,32 @@ class Family:
     """Format of calls.
 
     Attributes:
-        name: value of the setting `tool_call_parser`.
         begin, end: texts around calls; an empty `end` if calls last until the end.
         arguments: key of the arguments of a call.
+        between: text between two calls.
         sign: text that a chat template has if the model writes this format.
         is_bare: whether a text may start with a call, without `begin`.
-        id: letters and length of the id of a call, without its prefix.
     """
 
-    name: str
     begin: str
     end: str
     arguments: str
+    between: str
     sign: str
     is_bare: bool = False
 
-    def new_id(self) -> str:
-        """Return the id of a new call; Mistral's templates accept nine letters and digits."""
-        letters = string.ascii_letters + string.digits
-        text = "".join(secrets.choice(letters) for _ in range(9 if self.name == "mistral" else 24))
-        return text if self.name == "mistral" else f"call_{text}"
 
-
-FAMILIES: Final = {
-    each.name: each
-    for each in (
-        Family("hermes", "<tool_call>", "</tool_call>", "arguments", "<tool_call>"),
-        Family("mistral", "[TOOL_CALLS]", "", "arguments", "[TOOL_CALLS]"),
-        Family("llama3_json", "<|python_tag|>", "", "parameters", '"parameters"', is_bare=True),
-    )
-}
-"""Name of a format -> format; a template is of the first whose sign it has."""
+HERMES = Family("<tool_call>", "</tool_call>", "arguments", "\n", "<tool_call>")
+MISTRAL = Family("[TOOL_CALLS]", "", "arguments", ", ", "[TOOL_CALLS]")
+LLAMA = Family("<|python_tag|>", "", "parameters", "; ", '"parameters"', is_bare=True)
+FAMILIES: Final = {"hermes": HERMES, "mistral": MISTRAL, "llama3_json": LLAMA}
+"""Value of the setting `tool_call_parser` -> format."""
 
 
 def family_of(template: str) -> Family | None:
-    """Return the format of calls that a chat template teaches; None if it renders no tools."""
-    if not re.search(r"\btools\b", template):
-        return None
-    return next((each for each in FAMILIES.values() if each.sign in template), None)
+    """Return the first format whose sign is in a chat template; None if it renders no tools."""
+    families = FAMILIES.values() if re.search(r"\btools\b", template) else ()
+    return next((each for each in families if each.sign in template), None)
 
 
 HEAD: Final = re.compile(
@@ -114,18 +102,18 @@ class _Extent:
 class CallParser:
     """Splits the text of one choice into the deltas of OpenAI's stream: content and calls.
 
-    Text that is no complete call in the format stays content.
+    Text that is no call in the format stays content.
 
     Attributes:
         num_calls: number of calls so far.
     """
 
-    def __init__(self, family: Family, names: Sequence[str], *, is_parallel: bool = True) -> None:
-        """Create a parser; without `is_parallel` it leaves out all calls but the first.
+    def __init__(self, family: Family, names: Sequence[str], *, is_single: bool = False) -> None:
+        """Create a parser; if `is_single` it leaves out all calls but the first.
 
         A text without the format's `begin` is a call only if it calls one of `names`.
         """
-        self._family, self._names, self._is_parallel = family, names, is_parallel
+        self._family, self._names, self._is_single = family, names, is_single
         self.num_calls = 0
         self._rest, self._is_last = "", False
         self._deltas = self._text()
@@ -138,7 +126,7 @@ class CallParser:
         return [
             each
             for each in deltas
-            if self._is_parallel or "content" in each or each["tool_calls"][0]["index"] == 0
+            if "content" in each or not (self._is_single and each["tool_calls"][0]["index"])
         ]
 
     def whole(self, text: str) -> dict[str, Any]:
@@ -218,55 +206,50 @@ class CallParser:
                 self._rest = self._rest[head.end() :]
                 yield from self._arguments(json.loads(head[1]))
                 extent = _Extent(depth=1)
-                while (end := extent.end(self._rest)) is None:  # to the brace that ends the call
+                while (end := extent.end(self._rest)) is None and not self._is_last:
                     self._rest = ""
-                    if self._is_last:
-                        return True
                     yield None
-                self._rest = self._rest[end:]
+                self._rest = self._rest[end or len(self._rest) :]  # after the brace of the call
                 return True
             # Such as arguments before the name: the call is read once it is whole.
-            if (end := extent.end(self._rest[num_read:])) is not None:
-                text, self._rest = self._rest[: num_read + end], self._rest[num_read + end :]
+            end = extent.end(self._rest[num_read:])
+            if end is not None or self._is_last:
+                end = len(self._rest) if end is None else num_read + end
+                text, rest = self._rest[:end], self._rest[end:]
                 try:
                     call = cast("dict[str, Any]", json.loads(text))
-                    call = call.get("function", call)
                     name, arguments = (
                         call["name"],
                         call.get("arguments", call.get("parameters", {})),
                     )
                     is_call = isinstance(name, str) and (bool(begin) or name in self._names)
                 except (AttributeError, KeyError, TypeError, ValueError):
-                    is_call = False
+                    name, arguments, is_call = "", "", False
                 if is_call:
-                    rest = self._rest
                     self._rest = arguments if isinstance(arguments, str) else json.dumps(arguments)
                     yield from self._arguments(name)
-                    self._rest = rest
                 else:
                     yield {"content": begin + text}
+                self._rest = rest
                 return is_call
             num_read = len(self._rest)
-            if self._is_last:
-                yield {"content": begin + self._rest}
-                self._rest = ""
-                return False
             yield None
 
     def _arguments(self, name: str) -> Deltas:
         """Yield the deltas of a call whose arguments begin here."""
         index, extent, end = self.num_calls, _Extent(), None
         self.num_calls += 1
-        call = {"index": index, "id": self._family.new_id(), "type": "function"}
-        yield {"tool_calls": [{**call, "function": {"name": name, "arguments": ""}}]}
+        # Mistral's templates accept ids of nine letters and digits alone.
+        id = token_hex(5)[:9] if self._family is MISTRAL else f"call_{token_hex(12)}"
+        call = {"id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+        yield {"tool_calls": [{"index": index, **call}]}
         while end is None:
             end = extent.end(self._rest)
-            part, self._rest = (
-                self._rest[:end],
-                self._rest[len(self._rest) if end is None else end :],
-            )
-            if part:
-                yield {"tool_calls": [{"index": index, "function": {"arguments": part}}]}
+            num = len(self._rest) if end is None else end
+            if num:
+                part = {"arguments": self._rest[:num]}
+                yield {"tool_calls": [{"index": index, "function": part}]}
+            self._rest = self._rest[num:]
             if end is None:
                 if self._is_last:
                     return
@@ -274,34 +257,30 @@ class CallParser:
 
 
 def grammar_of(
-    family: Family,
-    functions: Sequence[Mapping[str, Any]],
-    tokenizer: Tokenizer,
-    *,
-    is_single: bool,
+    family: Family, functions: Sequence[Function], tokenizer: Tokenizer, *, is_single: bool
 ) -> str:
-    """Return the Lark grammar of one call, or several, of functions with `name`, `parameters`."""
+    """Return the Lark grammar of one call of functions, or of several if not `is_single`."""
 
     def literal(text: str) -> str:
         id = tokenizer.token_to_id(text)
         added = None if id is None else tokenizer.get_added_tokens_decoder().get(id)
         return f"<[{id}]>" if added is not None and added.special else json.dumps(text)
 
-    begin, end = literal(family.begin), '"\\n" ' + literal(family.end)
-    has_names = family.name == "mistral" and tokenizer.token_to_id("[ARGS]") is not None
+    begin = literal(family.begin)
+    has_names = family is MISTRAL and tokenizer.token_to_id("[ARGS]") is not None
     rules, calls = list[str](), list[str]()
     for number, function in enumerate(functions):
-        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        schema = function.parameters or {"type": "object", "properties": {}}
         rules.append(f"a{number}: %json {json.dumps({'x-guidance': WHITESPACE, **schema})}")
         if has_names:
-            call = f"{begin} {json.dumps(function['name'])} {literal('[ARGS]')} a{number}"
+            call = f"{begin} {json.dumps(function.name)} {literal('[ARGS]')} a{number}"
         else:
-            head = f'{{"name": {json.dumps(function["name"])}, "{family.arguments}": '
+            head = f'{{"name": "{function.name}", "{family.arguments}": '
             call = f'{json.dumps(head)} a{number} "}}"'
-            call = f'{begin} "\\n" {call} {end}' if family.end else call
+            call = f'{begin} "\\n" {call} "\\n" {literal(family.end)}' if family.end else call
         calls.append(call)
-    between = json.dumps({"hermes": "\n", "llama3_json": "; ", "mistral": ", "}[family.name])
-    start = "call" if is_single else "call+" if has_names else f"call ({between} call)*"
-    if family.name == "mistral" and not has_names:
+    several = "call+" if has_names else f"call ({json.dumps(family.between)} call)*"
+    start = "call" if is_single else several
+    if family is MISTRAL and not has_names:
         start = f'{begin} "[" {start} "]"'
     return "\n".join([f"start: {start}", f"call: {' | '.join(calls)}", *rules])

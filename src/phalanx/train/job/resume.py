@@ -222,7 +222,7 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None, published: Path | N
 
 
 def tokenizer_of(config: TrainConfig, folder: Path | None) -> str | None:
-    """Return the tokenizer.json to use: `config.tokenizer`, else that of the weights in `folder`.
+    """Return the tokenizer.json to use: `config.tokenizer`, else the one in `folder`.
 
     With `corpus.vocab_size` set, a new tokenizer is trained, and the one in `folder` is not used.
 
