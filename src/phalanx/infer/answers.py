@@ -85,7 +85,7 @@ class Answer:
                     score and self._prompt_score(token, score)
                     for token, score in zip(each.prompt, each.prompt_scores, strict=True)
                 ]
-        return {**about, "choices": choices, "usage": _usage(completions)}
+        return {**about, "choices": choices, "usage": usage_of(completions)}
 
     def _best(self, completions: Sequence[Completion]) -> Sequence[Completion]:
         """Return the completions to show, of `best_of` those with the best mean log-probability."""
@@ -134,7 +134,7 @@ class Answer:
                     ends["prompt_token_ids"] = completion.prompt
                 options = self._body.stream_options
                 if has_usage and options is not None and options.continuous_usage_stats:
-                    about["usage"] = _usage(completions)
+                    about["usage"] = usage_of(completions)
                 deltas = deltas or [{"content" if self._is_chat else "text": ""}]
                 if self._is_chat:
                     deltas[0] |= {"role": "assistant"} if is_first else {}
@@ -144,7 +144,7 @@ class Answer:
                     yield _event({**about, "choices": [content | ends]})
                     ends["logprobs"] = None
             if has_usage:
-                yield _event({**about, "choices": [], "usage": _usage(completions)})
+                yield _event({**about, "choices": [], "usage": usage_of(completions)})
             yield "data: [DONE]\n\n"
         except EngineFailed as error:
             yield _event(error_body(str(error), "server_error"))
@@ -227,7 +227,7 @@ class Answer:
         }
 
 
-def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
+def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
     """Return the token counts of a response; a prompt with several choices counts once."""
     first = {id(each.prompt): each for each in reversed(completions)}.values()
     num_prompt = sum(len(each.prompt) for each in first)

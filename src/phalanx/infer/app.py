@@ -44,12 +44,14 @@ from phalanx.infer.metrics import ServerMetrics
 from phalanx.infer.options import RequestError, about_field
 from phalanx.infer.protocol import (
     MAX_CHOICES,
+    Body,
     ChatBody,
     CompletionBody,
     Constraint,
     GenerationBody,
     parse,
 )
+from phalanx.infer.responses import ResponseAnswer, ResponseBody
 from phalanx.infer.scheduler import Completion
 from phalanx.infer.served import Served
 from phalanx.infer.tool_calls import FAMILIES, CallParser, family_of, grammar_of
@@ -203,7 +205,16 @@ class Gateway:
 
     async def chats(self, request: Request) -> Response:
         """Answer `/v1/chat/completions`."""
-        body: ChatBody = await self._body(request, ChatBody)
+        return await self._chat_answer(request, await self._body(request, ChatBody))
+
+    async def responses(self, request: Request) -> Response:
+        """Answer `/v1/responses`."""
+        body: ResponseBody = await self._body(request, ResponseBody)
+        return await self._chat_answer(request, body.chat, ResponseAnswer(body, self.served.name))
+
+    async def _chat_answer(
+        self, request: Request, body: ChatBody, answer: ResponseAnswer | None = None
+    ) -> Response:
         check_number(1, body.num_choices)
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs requires logprobs: true", "top_logprobs")
@@ -252,7 +263,10 @@ class Gateway:
                 lark = grammar_of(family, forced, self.served.tokenizer, is_single=is_single)
                 constraint = Constraint("tools", "lark", lark)
         return await self._answer(
-            request, body, [prompt], max_tokens, logprobs, echoes, calls, constraint
+            *(request, body, [prompt], max_tokens, logprobs, echoes),
+            calls=calls,
+            constraint=constraint,
+            answer=answer,
         )
 
     def close(self) -> None:
@@ -269,7 +283,7 @@ class Gateway:
         self.thread.close()
         self.thread.call_on_loop(end_bodies)
 
-    async def _body(self, request: Request, kind: type[GenerationBody]) -> Any:
+    async def _body(self, request: Request, kind: type[Body]) -> Any:
         """Check the API key, the content type and the model of a request; return its body."""
         if (key := self.limits.api_key) is not None:
             scheme, _, sent = request.headers.get("authorization", "").partition(" ")
@@ -332,6 +346,7 @@ class Gateway:
         echoes: Sequence[str],
         calls: Callable[[], CallParser] | None = None,
         constraint: Constraint | None = None,
+        answer: ResponseAnswer | None = None,
     ) -> Response:
         """Generate, and return one JSON response or a stream of events."""
         grammar, is_chat = None, isinstance(body, ChatBody)
@@ -344,7 +359,7 @@ class Gateway:
         if (constraint := constraint or body.constraint) is not None:
             with about_field(constraint.field):
                 grammar = await asyncio.to_thread(self._grammars.compile, *constraint)
-        answer = Answer(
+        answer = answer or Answer(
             *(self.served, logprobs), is_chat=is_chat, echoes=echoes, body=body, new_parser=calls
         )
         completions, arriving = self.thread.submit(
@@ -483,6 +498,7 @@ def app_of(
         app.add_exception_handler(kind, refuse)
     app.add_api_route("/v1/completions", gateway.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", gateway.chats, methods=["POST"])
+    app.add_api_route("/v1/responses", gateway.responses, methods=["POST"])
     page = files("phalanx.infer").joinpath("page.html").read_text("utf-8")
     about_model = envelope(served.name, "model", served.name)
     about_model["created"] = int(existing(folder).stat().st_mtime)
