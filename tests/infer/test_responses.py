@@ -80,8 +80,8 @@ def test_the_client_of_openai_reads_responses(client: Client) -> None:
 def test_the_client_of_openai_calls_tools(tmp_path: Path) -> None:
     openai = pytest.importorskip("openai", reason="the openai client is not installed")
     template = "{{ tools | length if tools }}<tool_call>" + TEMPLATE
-    function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {"enum": [1, 2]}},
-                                            "required": ["x"], "additionalProperties": False}}  # fmt: skip
+    schema = {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]}
+    function = {"name": "f", "parameters": {**schema, "additionalProperties": False}}
     with serving(long_published(tmp_path, template)) as server:
         theirs = openai.OpenAI(api_key="a", base_url=f"http://127.0.0.1:{server.port}/v1")
         options: dict[str, Any] = {

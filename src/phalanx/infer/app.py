@@ -359,7 +359,7 @@ class Gateway:
         if (constraint := constraint or body.constraint) is not None:
             with about_field(constraint.field):
                 grammar = await asyncio.to_thread(self._grammars.compile, *constraint)
-        answer = answer or Answer(
+        formatter = answer or Answer(
             *(self.served, logprobs), is_chat=is_chat, echoes=echoes, body=body, new_parser=calls
         )
         completions, arriving = self.thread.submit(
@@ -380,11 +380,11 @@ class Gateway:
         watcher.add_done_callback(self._watchers.discard)
         pieces = self._pieces(completions, arriving, watcher)
         if body.stream:
-            events = answer.stream(pieces, completions, has_usage=body.has_usage)
+            events = formatter.stream(pieces, completions, has_usage=body.has_usage)
             return StreamingResponse(events, media_type="text/event-stream")
         async for _ in pieces:
             pass
-        return await asyncio.to_thread(lambda: JSONResponse(answer.whole(completions)))
+        return await asyncio.to_thread(lambda: JSONResponse(formatter.whole(completions)))
 
     async def _pieces(
         self, completions: list[Completion], arriving: Pieces, watcher: asyncio.Task[None]

@@ -25,7 +25,7 @@ from phalanx.infer.detokenize import bytes_of
 Kind = Literal["json", "regex", "choice", "grammar", "lark"]
 """What a constraint is: a JSON schema, a regex, a JSON list of texts, GBNF or Lark, Lark."""
 
-WHITESPACE: Final = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
+WHITESPACE: Final[Any] = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,64}"}
 """Option of JSON schemas: bounded, because a model may prefer whitespace to any content forever."""
 
 MOST_GRAMMARS: Final = 256

@@ -253,12 +253,12 @@ class GenerationBody(Body):
             ("structured_outputs", "choice", outputs.choice),
             ("structured_outputs", "grammar", outputs.grammar),
         ]
-        first, *others = [each for each in values if each[2] is not None] or [None]
-        if first is None:
+        values = [each for each in values if each[2] is not None]
+        if not values:
             return None
-        field, kind, value = first
-        if others:
-            why = f"{field} and {others[0][0]} constrain the text; expected one constraint"
+        field, kind, value = values[0]
+        if len(values) > 1:
+            why = f"{field} and {values[1][0]} constrain the text; expected one constraint"
             raise RequestError(why, field)
         return Constraint(field, kind, value if isinstance(value, str) else json.dumps(value))
 

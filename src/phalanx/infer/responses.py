@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, cast
 
 from starlette.requests import ClientDisconnect
 
@@ -59,13 +59,13 @@ class ResponseBody(Body):
                 raise RequestError(
                     f"input.{number} is {item['type']!r:.99}; expected message", "input"
                 )
-            content = item.get("content")
+            content: Any = item.get("content")
             if isinstance(content, list):
                 content = [
                     {"type": "text", "text": part["text"]}
                     if part.get("type") in ("input_text", "output_text")
                     else part
-                    for part in content
+                    for part in cast("list[dict[str, Any]]", content)
                 ]
             messages.append({"role": item.get("role"), "content": content})
         form: dict[str, Any] = (self.text or {}).get("format", {"type": "text"})

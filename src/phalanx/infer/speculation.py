@@ -16,8 +16,9 @@ the ones without speculation, greedy or drawn. Does not import torch.
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from phalanx.errors import ConfigError
 from phalanx.infer.scheduler import Completion
@@ -41,38 +42,32 @@ class Ngrams:
         """Parse the setting `speculative`; None for "none".
 
         Args:
-            text: `ngram`, `ngram,TOKENS`, `ngram,TOKENS,LONGEST,SHORTEST`, or vLLM's JSON object.
+            text: `ngram,TOKENS,LONGEST,SHORTEST`, whose numbers may be left out, or vLLM's JSON.
 
         Raises:
             ConfigError: the text is none of these.
         """
         if text == "none":
             return None
-        names = dict(
-            num_speculative_tokens="tokens",
-            prompt_lookup_max="longest",
-            prompt_lookup_min="shortest",
-        )
-        ngrams, is_legal = cls(), False
-        try:
+        keys = ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+        with suppress(AttributeError, KeyError, TypeError, ValueError):
             if text.lstrip().startswith("{"):
-                values = cast("dict[str, Any]", json.loads(text))
+                values: dict[str, Any] = json.loads(text)
             else:
-                words = zip(["method", *names], text.split(","), strict=False)
-                values = {name: word if name == "method" else int(word) for name, word in words}
-            is_legal = values.pop("method") == "ngram" and text.count(",") <= len(names)
-            ngrams = cls(**{names[name]: number for name, number in values.items()})
-            is_legal &= all(type(number) is int for number in values.values())
-            is_legal &= 1 <= ngrams.shortest <= ngrams.longest and ngrams.tokens >= 1
-        except (AttributeError, KeyError, TypeError, ValueError):
-            is_legal = False
-        if not is_legal:
-            raise ConfigError(
-                f"speculative is {text!r:.200}; expected none, ngram, ngram,TOKENS, "
-                "ngram,TOKENS,LONGEST,SHORTEST with LONGEST >= SHORTEST >= 1, or a JSON object of "
-                f"method ngram, {', '.join(names)}; the nearest is ngram"
-            )
-        return ngrams
+                method, *words = text.split(",")
+                values = dict(zip((*keys, "more"), map(int, words), strict=False))
+                values["method"] = method
+            method, defaults = values.pop("method"), (cls.tokens, cls.longest, cls.shortest)
+            numbers = [values.pop(*pair) for pair in zip(keys, defaults, strict=True)]
+            tokens, longest, shortest = numbers
+            is_legal = method == "ngram" and not values and {*map(type, numbers)} == {int}
+            if is_legal and tokens >= 1 and 1 <= shortest <= longest:
+                return cls(tokens, longest, shortest)
+        raise ConfigError(
+            f"speculative is {text!r:.200}; expected none, ngram, ngram,TOKENS,LONGEST,SHORTEST "
+            f"with LONGEST >= SHORTEST >= 1, or JSON with the method ngram and {', '.join(keys)}; "
+            "the nearest is ngram"
+        )
 
     def draft(self, completion: Completion, most: int) -> list[int]:
         """Return at most `most` tokens that may follow the tokens of a completion."""
