@@ -135,9 +135,9 @@ def test_a_chat_on_the_page_has_turns(tmp_path: Path) -> None:
             body = {"messages": messages, "max_tokens": 20, "temperature": 0}
             _, answer = client.ask("/v1/chat/completions", body)
             messages.append(answer["choices"][0]["message"])
-        turns = page.value("JSON.stringify([...document.querySelectorAll('#turns p')].map("
-                           "each => ({role: each.className, content: each.textContent})))")  # fmt: skip
-        assert json.loads(turns) == messages[1:]
+        shown = "[...document.querySelectorAll('#turns p')].map(each => each.textContent)"
+        texts = json.loads(page.value(f"JSON.stringify({shown})"))
+        assert texts == [each["content"] for each in messages[1:]]
         picture.write_bytes(base64.b64decode(page.ask("Page.captureScreenshot")["data"]))
         page.value("document.getElementById('max_tokens').value = 3000")
         page.value("document.getElementById('prompt').value = 'More'")
