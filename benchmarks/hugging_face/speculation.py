@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "inference"))
 
@@ -48,8 +49,8 @@ def copying_model() -> tuple[Any, list[int]]:
         for block in model.blocks:  # computed, but with no weight in the residual
             block.attention.output.weight.mul_(1e-3)
             block.mlp.down.weight.mul_(1e-3)
-        embedding = model.embedding.weight
-        model.output.weight[successor] = embedding / embedding.norm(dim=1, keepdim=True)
+        model.embedding.weight[0] = model.embedding.weight[1:].mean(0)  # of padding, zero
+        model.output.weight[successor] = F.normalize(model.embedding.weight)
     return model, successor
 
 
@@ -104,6 +105,7 @@ def main() -> None:
             for _ in range(options.rounds):
                 plain, wall_off_s, off_s, _ = generate(model, prompts, temperature, None)
                 tokens, wall_on_s, on_s, engine = generate(model, prompts, temperature, ngrams)
+                assert all(len(each) == NUM_NEW for each in plain)
                 assert tokens == plain, "speculation has changed a token"
                 seconds.append((off_s, on_s, off_s / on_s, wall_off_s / wall_on_s))
             off_s, on_s, ratio, wall_ratio = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import re
@@ -13,11 +14,12 @@ import pytest
 import torch
 from served_model import CONFIG, Client, long_published, serving
 
-from phalanx.infer.assembly import engine_of
+from phalanx.infer.assembly import engine_of, with_engine
+from phalanx.infer.engine import Engine
 from phalanx.infer.grammar import Grammars
 from phalanx.infer.options import EngineConfig, Sampling
 from phalanx.infer.sampler import choose
-from phalanx.infer.served import open_served
+from phalanx.infer.served import Served, open_served
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 400}
@@ -130,6 +132,31 @@ def test_rows_without_a_grammar_and_preemption_change_nothing(folder: Path) -> N
         texts = [each[0].text for each in completions]
         assert all(re.fullmatch("[a-m]{20,24}[0-9]", text) for text in texts[1::2])
     assert found[0] == found[1]
+
+
+def write_constrained(out: Path, served: Served, engine: Engine) -> None:
+    """Generate on the first rank, and write the texts to a file."""
+    grammar = Grammars(served.tokenizer, served.end_ids).compile("a", "json", json.dumps(POINT))
+    for seed in range(4):
+        sampling = Sampling(max_tokens=300, seed=seed)
+        engine.queue(engine.prepare([1, 2, 3], sampling, grammar=grammar))
+    completions = list(engine.scheduler.waiting)
+    while engine.scheduler.has_work:
+        engine.step()
+    out.write_text(json.dumps([each.text for each in completions]))
+
+
+@pytest.mark.slow
+def test_two_ranks_generate_the_constrained_texts_of_one(folder: Path, tmp_path: Path) -> None:
+    found: list[list[str]] = []
+    for strategy in ("tp1", "tp2"):
+        config = EngineConfig(
+            strategy=strategy, precision="float64", cache_tokens=2048, speculative="ngram"
+        )
+        with_engine(folder, config, functools.partial(write_constrained, tmp_path / strategy))
+        found.append(json.loads((tmp_path / strategy).read_text()))
+    assert found[0] == found[1]
+    assert {json.loads(text)["y"] for text in found[0]} <= {"a", "b"}
 
 
 @pytest.mark.parametrize(("draft", "num"), [("ab", 2), ("abc", 2), ("ac", 2), ("c", 1), ("", 1)])
