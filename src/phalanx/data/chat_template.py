@@ -103,7 +103,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        marks: Mapping[str, str] | None = None,
+        values: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the text of messages.
 
@@ -111,16 +111,15 @@ class ChatTemplate:
             messages: messages with `role`, `content` and what else the template reads.
             tools: JSON schemas of the functions that the model may call.
             add_generation_prompt: whether the text ends with the start of an answer.
-            marks: values of _START and _END.
+            values: further variables of the template.
 
         Raises:
             ConfigError: the template raises an error for these messages.
         """
-        names: dict[str, Any] = {**self._names, "tools": tools, **(marks or {})}
+        names: dict[str, Any] = {**self._names, **(values or {}), "tools": tools}
+        names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **names
-            )
+            text = self._template.render(names)
             text.encode()  # raises for half of a surrogate pair
         except Exception as error:  # a template is a program: it may raise anything
             raise ConfigError(
@@ -181,7 +180,7 @@ class ChatTemplate:
         """Return the spans of a template with `{% generation %}`."""
 
         def spans_of(number: int) -> tuple[str, list[Span]]:
-            marked = self.render(messages[:number], tools=tools, marks=self._marks)
+            marked = self.render(messages[:number], tools=tools, values=self._marks)
             plain, spans = "", list[Span]()
             for part in marked.split(self._marks[_START]):
                 inner, end, after = part.rpartition(self._marks[_END])
