@@ -23,10 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import StrategyError
+from phalanx.models.layers import Linear
 from phalanx.parallel.batch_shape import BatchShape, batch_shape
 from phalanx.parallel.tensor import operators
 from phalanx.parallel.tensor.fused import maps_of
 from phalanx.parallel.tensor.layers import (
+    bind_local,
     matrix_of,
     replace_forward,
     shard_of_parameter,
@@ -62,6 +64,10 @@ def bind_branch(
     if hasattr(module, "config") and any(len(each) > 1 for each in parts):
         module.config = copy.copy(module.config)
         _divide_heads(module.config, layout)
+    # A of an adapter, full on every rank, is one more factor: it needs no further communication.
+    adapted = [each for each in columns if isinstance(each, Linear)]
+    factors = [each.lora_A for each in adapted if each.lora_A is not None]
+    columns, parts = [*columns, *factors], [*parts, *[(1,)] * len(factors)]
     own, products = module.forward, _Products(module, layout, columns, parts)
 
     def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -75,6 +81,9 @@ def bind_branch(
     replace_forward(module, forward)
     for column in columns:
         replace_forward(column, products.take)
+    for column in adapted:
+        if column.lora_B is not None:
+            bind_local(column.lora_B, layout)
 
 
 class _Products:
@@ -112,7 +121,8 @@ class _Products:
             )
         y, parts = self._ready.pop(column), self._parts_of[column]
         if len(parts) == 1 or getattr(column, "bias", None) is None:
-            return with_bias(column, y)
+            y = with_bias(column, y)
+            return column.adapted(y, x) if isinstance(column, Linear) else y
         maps = maps_of(shard_of_parameter(column, "bias"), parts)
         held = [self._layout.features(self._layout.inner, len(bias)) for bias in maps]
         mine = [bias[rows.start : rows.stop] for bias, rows in zip(maps, held, strict=True)]

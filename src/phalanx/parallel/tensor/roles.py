@@ -60,6 +60,15 @@ DECODER: Patterns = transformers_tables.by_role(
     norm="blocks.*.attention_norm blocks.*.attention_output_norm blocks.*.mlp_norm "
     "blocks.*.mlp_output_norm norm",
     head="output",
+) | transformers_tables.by_role(
+    # Adapters, see models/shape.py. Of a column map: A is full, and the branch multiplies by it
+    # with the column maps; B is split by columns. Of a row map: A is split by rows, B is full.
+    local="blocks.*.*.q.lora_A blocks.*.*.k.lora_A blocks.*.*.v.lora_A "
+    "blocks.*.*.gate.lora_A blocks.*.*.up.lora_A",
+    column="blocks.*.*.q.lora_B blocks.*.*.k.lora_B blocks.*.*.v.lora_B "
+    "blocks.*.*.gate.lora_B blocks.*.*.up.lora_B",
+    row="blocks.*.*.output.lora_A blocks.*.*.down.lora_A",
+    token="blocks.*.*.output.lora_B blocks.*.*.down.lora_B",
 )
 _PROJECTION_NORM_PATTERNS: Patterns = transformers_tables.by_role(
     inner_norm="blocks.*.attention.q_norm blocks.*.attention.k_norm"
@@ -167,7 +176,8 @@ def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleB
         columns[branch] = tuple(
             binding
             for name, binding in bindings.items()
-            if binding.role == "column" and _enclosing(name, bindings, "branch") == branch
+            if binding.role == "column"
+            and _enclosing(name, bindings, "branch", "column") == branch  # no adapter of a column
         )
         if not columns[branch]:
             raise StrategyError(
