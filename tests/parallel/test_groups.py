@@ -164,7 +164,7 @@ def name_another(model: Odd) -> None:
         (add_scalar, r"'head.scale' of shape \(\) has no rows"),
         (add_empty, r"'head.scale' of shape \(0, 3\) has no rows"),
         (transpose, "'head.weight' is not contiguous"),
-        (mix_types, "'blocks.0' are of several data types, torch.float32, torch.float64"),
+        (mix_types, "trained parameters of 'blocks.0' are of several data types, torch.float32, "),
         (name_another, "`ends` of Odd list a Linear that is not a submodule of"),
     ],
 )
@@ -173,6 +173,16 @@ def test_what_cannot_be_gathered_is_refused(spoil, words: str) -> None:
     spoil(model)
     with pytest.raises(StrategyError, match=words):
         groups_of(skeleton_of(model))
+
+
+def test_a_narrower_frozen_weight_is_stored_and_gathered_in_its_own_type() -> None:
+    model = Odd().requires_grad_(False)
+    model.blocks.bfloat16()
+    model.blocks[1].bias = nn.Parameter(model.blocks[1].bias.float())
+    first, second = groups_of(skeleton_of(model), torch.float32)[1:3]
+    assert first.parameter_bytes(2) == first.gathered_bytes(2) == 2 * 20
+    assert second.parameter_bytes(2) == second.gathered_bytes(2) == 2 * 16 + 4 * 4
+    assert second.shard_bytes(2) == 2 * 4
 
 
 def test_a_list_of_modules_is_refused() -> None:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -242,12 +243,19 @@ def test_bfloat16_computes_alike_and_gathers_half(
                 assert sent == set(predicted)
 
 
+class Casting(nn.Linear):
+    """A map that casts its weight, as a base in bfloat16 under an adapter in float32."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight.to(x.dtype), self.bias)
+
+
 class Mixed(nn.Module):
-    """One frozen weight, one that is used now and then, one that nobody uses."""
+    """One frozen bfloat16 weight, one that is used now and then, one that nobody uses."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.blocks = nn.ModuleList((Casting(6, 6), nn.Linear(6, 6)))
         self.blocks[0].weight.requires_grad_(False)
         self.sometimes = nn.Linear(6, 6)
         self.never = nn.Linear(6, 6)
@@ -263,13 +271,19 @@ def uses(when: str, rank: int, index: int) -> bool:
     return rank == 0 if when == "on the first rank" else index == 0
 
 
+def mixed() -> Mixed:
+    model = Mixed().double()
+    model.blocks[0].weight.data = model.blocks[0].weight.bfloat16()
+    return model
+
+
 def gradients_of_mixed(text: str, when: str) -> tuple[dict[str, float | None], bool]:
     strategy = Strategy.parse(text)
     comm = Ranks(strategy)
     torch.manual_seed(dist.get_rank())  # apply() must make weights and buffers equal
-    model = Mixed().double()
+    model = mixed()
     plan = Plan(strategy, model)
-    predicted = plan.traffic([(2, 6)] * 2)
+    predicted, held = plan.traffic([(2, 6)] * 2), plan.holds()
     reducer = plan.build(comm).reducer
     samples = torch.arange(48, dtype=torch.float64).view(4, 2, 6).sin()
     with Ledger(comm) as ledger:
@@ -281,7 +295,7 @@ def gradients_of_mixed(text: str, when: str) -> tuple[dict[str, float | None], b
             with ledger.phase("backward"):
                 loss.backward()
         reducer.finish(ledger.phase)
-    alone = Mixed().double()
+    alone = mixed()
     whole = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
     alone.load_state_dict({**whole, "scale": model.scale})
     sum(
@@ -293,7 +307,19 @@ def gradients_of_mixed(text: str, when: str) -> tuple[dict[str, float | None], b
         name: None if p.grad is None else float((p.grad.full_tensor() - q.grad).abs().max())
         for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True)
     }
-    return errors, set(ledger.entries()) == set(predicted)
+    optimizer = torch.optim.AdamW(model.parameters())  # the frozen weight gets no state
+    for parameter in reducer.parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = [x for each in optimizer.state.values() for x in each.values() if x.ndim]
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    measured = [
+        sum(shard_of(x)[0].nbytes for x in tensors)
+        for tensors in (model.parameters(), grads, state)
+    ]
+    counted = [held.parameter_bytes, held.gradient_bytes, held.optimizer_bytes]
+    is_counted = dist.get_rank() > 0 or measured == counted  # the first rank has no padding
+    return errors, is_counted and set(ledger.entries()) == set(predicted)
 
 
 @pytest.mark.skipif(

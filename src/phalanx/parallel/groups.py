@@ -42,10 +42,11 @@ AccumulatedGradients = Literal["none", "shards", "full"]
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as sharding needs it: its shape, and whether it is trained."""
+    """A parameter as sharding needs it; its shards are stored in `dtype`."""
 
     shape: tuple[int, ...]
     is_trained: bool = True
+    dtype: torch.dtype = torch.float32
 
     def padded(self, num_ranks: int) -> int:
         """Return the number of elements with rows padded to a multiple of `num_ranks`."""
@@ -61,8 +62,9 @@ class Group:
         place: kind of the group by its place in the model.
         names: names of its modules; ("",), the model itself, for the rest.
         parameters: its parameters, in the order of the model.
-        master: dtype of the stored shards of parameters, gradients and moments.
-        gathered: dtype in which the parameters are gathered.
+        master: dtype of the stored shards of trained parameters, gradients and moments.
+        gathered: dtype in which the parameters are gathered if it is not `master`; else each is
+            gathered in its own, and a frozen parameter may have another.
         stays_gathered: whether zero3 keeps the group gathered from forward to backward: without a
             pipeline the last block, the head and the rest.
     """
@@ -81,11 +83,12 @@ class Group:
 
     def parameter_bytes(self, num_ranks: int) -> int:
         """Return the bytes of the stored parameters of all ranks together, with padding."""
-        return sum(p.padded(num_ranks) for p in self.parameters) * self.master.itemsize
+        return sum(p.padded(num_ranks) * p.dtype.itemsize for p in self.parameters)
 
     def gathered_bytes(self, num_ranks: int) -> int:
         """Return the bytes of the gathered parameters, with padding."""
-        return sum(p.padded(num_ranks) for p in self.parameters) * self.gathered.itemsize
+        cast = None if self.gathered == self.master else self.gathered
+        return sum(p.padded(num_ranks) * (cast or p.dtype).itemsize for p in self.parameters)
 
     def shard_bytes(self, num_ranks: int) -> int:
         """Return the bytes of one rank's shard of the gradients, with padding."""
@@ -116,7 +119,7 @@ def groups_of(
 
     Raises:
         StrategyError: the model has no forward, a parameter belongs to two groups or cannot be
-            split by rows, or a group has parameters of several dtypes.
+            split by rows, or a group has trained parameters of several dtypes.
     """
     if isinstance(skeleton.model, nn.ModuleList | nn.ModuleDict):
         raise StrategyError(
@@ -137,19 +140,24 @@ def groups_of(
     for names, place in places.items():
         if not (weights := members[names]):
             continue
-        master, *others = sorted({weight.dtype for weight in weights}, key=str)
+        types = {weight.dtype for weight in weights if weight.is_trained}
+        master, *others = sorted(types or {weights[0].dtype}, key=str)
         if others:
             raise StrategyError(
-                f"fsdp: the parameters of '{', '.join(names) or 'the model'}' are of several data "
-                f"types, {', '.join(map(str, (master, *others)))}, and are gathered together; cast "
-                "them to one data type"
+                f"fsdp: the trained parameters of '{', '.join(names) or 'the model'}' are of "
+                f"several data types, {', '.join(map(str, (master, *others)))}, and their "
+                "gradients are reduced together; cast them to one data type"
             )
+        # Blocks cast a narrower frozen weight themselves: gathering it wider would cost bytes.
+        is_cast = place == "block" and compute is not None and compute.itemsize < master.itemsize
         group = Group(
             place=place,
             names=names,
-            parameters=tuple(Parameter(known.get(w, w.shape), w.is_trained) for w in weights),
+            parameters=tuple(
+                Parameter(known.get(w, w.shape), w.is_trained, w.dtype) for w in weights
+            ),
             master=master,
-            gathered=compute if compute is not None and place == "block" else master,
+            gathered=compute if is_cast and compute is not None else master,
             stays_gathered=keeps and place in ("head", "rest"),
         )
         alike = skeleton.blocks[names[0]] if place == "block" else ()
