@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.untrusted import brief, decode, read_json
-from phalanx.checkpoint.weights import Weights, open_checkpoint
+from phalanx.checkpoint.weights import Weights
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.companions import (
@@ -26,7 +26,8 @@ from phalanx.hugging_face.companions import (
     special_tokens_of,
     tokenizer_of,
 )
-from phalanx.hugging_face.convert import kind_of, open_hugging_face
+from phalanx.hugging_face.convert import open_weights
+from phalanx.hugging_face.folder import is_hugging_face
 from phalanx.infer.options import RequestError
 from phalanx.storage import read_text
 
@@ -116,14 +117,13 @@ class Served:
 
 
 def open_served(path: Path) -> Served:
-    """Open a run, a checkpoint of a run, or a Hugging Face folder.
+    """Open a run, a checkpoint of a run, a Hugging Face folder, or adapters of PEFT.
 
     Raises:
         CheckpointError: `path` is none of these, is damaged, or has no tokenizer.
         ConfigError: its config.json describes a model that is not supported.
     """
-    is_foreign = kind_of(path) == "hugging face"
-    weights = open_hugging_face(path) if is_foreign else open_checkpoint(path)
+    weights = open_weights(path)
     file = tokenizer_of(weights.folder)
     if file is None:
         raise CheckpointError(f"{weights.folder} has no tokenizer.json; put the model's file there")
@@ -132,7 +132,7 @@ def open_served(path: Path) -> Served:
     tokenizer.add_tokens(added)
     # A run starts each text with its one separator token; for a published model the tokenizer adds
     # the begin tokens.
-    is_run = not is_foreign and is_of_run(weights.folder)
+    is_run = not is_hugging_face(weights.folder) and is_of_run(weights.folder)
     run = manifest.run_of(weights.folder)
     return Served(
         name=(run or path).resolve().name,

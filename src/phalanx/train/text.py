@@ -8,11 +8,12 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from phalanx.account.flops import Flops, step_flops
@@ -20,11 +21,16 @@ from phalanx.account.parameters import num_parameters
 from phalanx.account.planned import DecoderModel, PlannedStep, decoder_step
 from phalanx.checkpoint import state
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.run_state import Stateful
+from phalanx.checkpoint.weights import Weights
 from phalanx.comm.comm import local_shard
 from phalanx.comm.together import barrier, on_first_rank
 from phalanx.data.loader import Loader, evaluation_batches, evaluation_rows, stream_length
 from phalanx.data.samples import Batch
 from phalanx.data.tokenizer import load_tokenizer
+from phalanx.errors import CheckpointError
+from phalanx.hugging_face.convert import checksum_of, open_weights
+from phalanx.infer.served import fill_from
 from phalanx.measure.environment import free_memory_bytes
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.products import arithmetic_in
@@ -105,11 +111,19 @@ class TextSession(Session):
         with notice_if_slow("building the model"):
             fill: FirstWeights = (
                 functools.partial(fill_initial, job.shape, job.config.seed)
-                if self.start is None  # else the checkpoint has all weights
+                if self.start is None  # else the checkpoint has all trained weights
                 else lambda shard, _name, _full, _offset: shard
             )
+            self.base = base_of(job)
+            if self.base is not None:
+                trained, frozen = fill, fill_from(self.base.weights)
+
+                def fill_both(shard: Tensor, name: str, *size: tuple[int, ...]) -> object:
+                    return (trained if ".lora_" in name else frozen)(shard, name, *size)
+
+                fill = fill_both
             runner = self.plan.build(comm, fill)
-        if job.init is not None:
+        if job.init is not None and self.base is None:
             with notice_if_slow(f"reading weights from {job.init.folder}"):
                 read = state.load_weights(Path(str(job.config.init)), self.model)
             if read.name != job.init.folder.name:
@@ -134,6 +148,11 @@ class TextSession(Session):
         self.loader = loader_of(self.job, self.data_rank)
         self.loader.device = self.comm.device
         return self.loader
+
+    @override
+    def parts(self) -> dict[str, Stateful]:
+        base: dict[str, Stateful] = {} if self.base is None else {"base": self.base}
+        return super().parts() | base
 
     @override
     def manifest(self, *, is_passing: bool) -> Manifest:
@@ -226,6 +245,44 @@ class TextSession(Session):
                 first_id=job.tokens.train.end_id,
                 seed=job.config.seed,
             )
+
+
+@dataclass(frozen=True)
+class Base:
+    """The frozen weights that a run adapts; its checkpoints have only their folder and checksum."""
+
+    weights: Weights
+    checksum: str
+
+    def state_dict(self) -> list[str]:
+        """Return what a checkpoint has instead of the weights."""
+        return [str(self.weights.folder.absolute()), self.checksum]
+
+    def load_state_dict(self, state_dict: Any, /) -> None:
+        """Do nothing: `base_of` has opened the base of the checkpoint."""
+
+
+def base_of(job: Job) -> Base | None:
+    """Open the frozen weights of a job with adapters; None without; all ranks call this.
+
+    Raises:
+        CheckpointError: they are missing, damaged, or not those of the checkpoint to resume from.
+    """
+    if job.shape.lora is None or job.origin is None:
+        return None
+    folder, expected = job.origin.folder, None
+    if job.start is not None:
+        named, expected = job.start.about.state["base"]
+        folder = Path(named)
+    weights = open_weights(folder)
+    doing = f"cannot adapt {folder}"
+    checksum = on_first_rank(lambda: checksum_of(weights.folder), doing)
+    if expected not in (None, checksum):
+        raise CheckpointError(
+            f"{doing}: its weights have changed since the run began; their sha256 was "
+            f"{expected:.12} and is {checksum:.12}"
+        )
+    return Base(weights, checksum)
 
 
 def loader_of(job: Job, data_rank: int) -> Loader:

@@ -23,7 +23,7 @@ from phalanx.hugging_face import companions
 from phalanx.launch.launched import is_restarted, launched
 from phalanx.models.registry import shape_of as preset
 from phalanx.models.registry import with_sizes
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import Lora, ModelShape
 from phalanx.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -143,13 +143,24 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None) -> ModelShape:
     """
     named = None if config.model is None else preset(config.model)
     if origin is None:
+        if config.lora is not None:
+            raise ConfigError(
+                f"lora is {config.lora}, but no weights are there to adapt; give them by --init"
+            )
         return with_sizes(named or preset(DEFAULT_MODEL), config.shape)
     from phalanx.checkpoint.weights import shape_in  # imports torch
 
     held = shape_in(origin.about, origin.folder)
     wanted = with_sizes(named or held, config.shape)
+    lora = None if config.lora is None else Lora.parse(config.lora, held.mlp)
     if config.init is None:
-        return wanted
+        if lora != held.lora:
+            raise ConfigError(
+                f"lora is {config.lora}, but the run was made with other adapters; leave it out"
+            )
+        return dataclasses.replace(wanted, lora=lora)
+    held = dataclasses.replace(held, lora=None)  # merged into the weights if it has adapters
+    wanted = dataclasses.replace(wanted, lora=None)
     for name, value in dataclasses.asdict(held).items():
         asked = getattr(wanted, name)
         if asked != value and name != "dropout":
@@ -159,7 +170,8 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None) -> ModelShape:
                 f"has {asked}; the run takes the checkpoint's shape, so leave model and shape out"
             )
     dropout = config.shape.dropout
-    return held if dropout is None else dataclasses.replace(held, dropout=dropout)
+    dropout = held.dropout if dropout is None else dropout
+    return dataclasses.replace(held, dropout=dropout, lora=lora)
 
 
 def tokenizer_of(config: TrainConfig, origin: Checkpoint | None) -> str | None:
