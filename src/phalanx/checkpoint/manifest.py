@@ -90,6 +90,7 @@ class Manifest:
         settings: other settings of the run that a resumed run keeps, by name.
         state: states of objects of the run, by name, see checkpoint/run_state.py.
         registered: states of registered objects by their names, see checkpoint/registered.py.
+        frozen: checksums of the weights that are left out, by name, see checkpoint/frozen.py.
         has_optimizer: whether optimizer state is included, so that a run can resume; a checkpoint
             with weights only can initialize a new run.
         is_passing: whether a time interval, a signal or a new best evaluation triggered the save;
@@ -109,6 +110,7 @@ class Manifest:
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     state: dict[str, Any] = field(default_factory=dict[str, Any])
     registered: dict[str, Any] = field(default_factory=dict[str, Any])
+    frozen: dict[str, str] = field(default_factory=dict[str, str])
     has_optimizer: bool = True
     is_passing: bool = False
     files: dict[str, Checksum] = field(default_factory=dict[str, Checksum])

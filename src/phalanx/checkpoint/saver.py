@@ -146,7 +146,8 @@ class Saver:
     ) -> None:
         """Copy the state and start to write it; the state may change as soon as this returns.
 
-        The writer fills in the `files` of the manifest `about`. For the further tensors `beside`
+        The writer fills in the `files` of the manifest `about`, whose `frozen` weights are not
+        saved. For the further tensors `beside`
         see `local_shards`. If `replaces` is set, a complete checkpoint after the same step may
         exist; the existing one is kept until the new one is complete.
 
@@ -157,6 +158,7 @@ class Saver:
         """
         self.finish()
         held = local_shards(model, optimizer, beside)
+        held = {n: e for n, e in held.items() if n.removeprefix("model.") not in about.frozen}
         infos = self._ours(held)
         # Training waits only for the copy to host memory; without room for it, until all is
         # written:

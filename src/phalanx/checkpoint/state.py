@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.encoding import generators_of, set_generators
 from phalanx.checkpoint.files import verify
+from phalanx.checkpoint.frozen import check_frozen
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.optimizer_state import (
@@ -79,9 +80,13 @@ def local_shards(
 def local_shards_with_moments(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, LocalShard]:
     """Return `local_shards` with an entry for each moment of Adam that does not exist yet.
 
-    The parameter itself, which has the same size, stands in for the missing moment.
+    The parameter itself, which has the same size, stands in for the missing moment. Frozen weights,
+    which a checkpoint leaves out unless they change, have no entry.
     """
     held = local_shards(model, optimizer, {})
+    for name, tensor in weights_of(model).items():
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            del held[f"model.{name}"]
     for name, parameter in _trained(weights_of(model), optimizer).items():
         for key in MOMENTS:
             held.setdefault(f"optimizer.{name}.{key}", _held(parameter))
@@ -161,9 +166,11 @@ def load(
     elsewhere = _names_on_other_stages(tensors, weights)
     trained = _trained(weights, optimizer)
 
+    stored = {name: tensor for name, tensor in weights.items() if name not in about.frozen}
+
     def make_room() -> dict[str, torch.Tensor]:
         about.check_optimizer()
-        _check_weights(tensors, weights, elsewhere)
+        _check_weights(tensors, stored, elsewhere)
         # Zeros for the optimizer's state, sharded as the parameters are. torch.optim keeps a step
         # count on the device of fused and capturable optimizers, else on the CPU.
         on_device = {
@@ -195,6 +202,7 @@ def load(
         return moments
 
     moments = all_or_none(make_room, doing)
+    check_frozen(about.frozen, weights, doing)
     beside = all_or_none(lambda: room_beside(tensors), doing)
     held = {name: _held(tensor) for name, tensor in (moments | {**beside}).items()}
     generators = {device: torch.empty_like(value) for device, value in generators_of(model).items()}
@@ -220,7 +228,7 @@ def load(
     except CheckpointError:
         set_generators(before)
         raise
-    ours = {f"model.{name}": _held(tensor) for name, tensor in weights.items()}
+    ours = {f"model.{name}": _held(tensor) for name, tensor in stored.items()}
     _read(folder, tensors, ours, doing)
     for parameter in trained.values():
         optimizer.state[parameter] = {}
@@ -248,10 +256,12 @@ def load_weights(path: Path, model: nn.Module) -> Path:
 
     def load_from(folder: Path) -> Path:
         doing = f"cannot load the weights in {folder}"
-        _, tensors = _open(folder, doing)
+        about, tensors = _open(folder, doing)
         elsewhere = _names_on_other_stages(tensors, weights)
-        all_or_none(lambda: _check_weights(tensors, weights, elsewhere), doing)
-        held = {f"model.{name}": _held(tensor) for name, tensor in weights.items()}
+        stored = {name: tensor for name, tensor in weights.items() if name not in about.frozen}
+        all_or_none(lambda: _check_weights(tensors, stored, elsewhere), doing)
+        check_frozen(about.frozen, weights, doing)
+        held = {f"model.{name}": _held(tensor) for name, tensor in stored.items()}
         _read(folder, tensors, held, doing)
         return folder
 

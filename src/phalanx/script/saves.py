@@ -152,7 +152,7 @@ class Saves:
             self.registered.add_extra_state(model)
         of = self._prepared
         parts = parts_of(of.optimizers, of.schedulers, of.loaders, of.generator)
-        return RunState(model, of.optimizers, parts, self.registered)
+        return RunState(model, of.optimizers, parts, self.registered, of.frozen)
 
 
 def parts_of(

@@ -24,6 +24,7 @@ from torch import nn
 
 from phalanx.account.flops import Flops
 from phalanx.account.planned import PlannedStep
+from phalanx.checkpoint.frozen import FrozenWeights
 from phalanx.checkpoint.in_memory import pace_of
 from phalanx.checkpoint.manifest import Checkpoint, Manifest, complete_checkpoints
 from phalanx.checkpoint.run_state import RunState, Stateful
@@ -81,6 +82,7 @@ class Session(ABC):
         start: checkpoint to resume from; None in a new run.
         plan: plan that splits the model.
         step: the training step.
+        frozen: the weights that no step changes.
         stream: the data.
         saver: saver of the run's checkpoints.
         in_memory: saves in the memory of hosts; None if there are none.
@@ -147,6 +149,7 @@ class Session(ABC):
                 nonfinite=config.nonfinite,
             )
             self.called = CallbackRunner(extras, model)
+            self.frozen = FrozenWeights(model)
             self.register()
             if self.start is not None:
                 with notice_if_slow(f"reading {self.start.folder}"):
@@ -195,7 +198,9 @@ class Session(ABC):
     def state(self) -> RunState:
         """The objects that a checkpoint has."""
         step = self.step
-        return RunState(step.model, [step.optimizer], self.parts(), self.called.registered)
+        return RunState(
+            step.model, [step.optimizer], self.parts(), self.called.registered, self.frozen
+        )
 
     def parts(self) -> dict[str, Stateful]:
         """Return the objects whose states the manifest of a checkpoint has, by name."""
