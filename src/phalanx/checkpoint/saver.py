@@ -19,7 +19,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -76,6 +76,9 @@ class Saver:
 
     Every rank creates a saver, and all ranks call `begin` and `finish` together. `keep` may change
     between saves.
+
+    Attributes:
+        write_more: called on rank 0 with the folder of each checkpoint before it is published.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class Saver:
         """
         self.run = run
         self.keep = keep
+        self.write_more: Callable[[Path], None] = lambda _: None
         self._lock = RunLock(run)
         doing = f"cannot save in {run}"
         mark = on_first_rank(self._claim, doing)
@@ -257,7 +261,7 @@ class Saver:
         """Publish a save on rank 0, once all ranks have written their files."""
         moved = partial(self._progress.report_publishing, save.number)
         moved()
-        publish(save.partial, save.final, about, moved)
+        publish(save.partial, save.final, about, moved, self.write_more)
         # Before the others are notified, so that an error is raised on every rank.
         remove_older(self.run, self.keep, save.best, moved)
 

@@ -7,7 +7,7 @@ import functools
 import math
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,18 @@ from phalanx.account.flops import Flops, step_flops
 from phalanx.account.parameters import num_parameters
 from phalanx.account.planned import DecoderModel, PlannedStep, decoder_step
 from phalanx.checkpoint import state
+from phalanx.checkpoint.files import ADAPTER
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.run_state import Stateful
-from phalanx.checkpoint.weights import Weights
+from phalanx.checkpoint.weights import Weights, open_checkpoint
 from phalanx.comm.comm import local_shard
 from phalanx.comm.together import barrier, on_first_rank
 from phalanx.data.loader import Loader, evaluation_batches, evaluation_rows, stream_length
 from phalanx.data.samples import Batch
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.errors import CheckpointError
-from phalanx.hugging_face.convert import checksum_of, open_weights
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.hugging_face.adapters import write_peft
+from phalanx.hugging_face.convert import checksum_of, names_of, open_weights
 from phalanx.infer.served import fill_from
 from phalanx.measure.environment import free_memory_bytes
 from phalanx.measure.peaks import Arithmetic
@@ -122,6 +124,7 @@ class TextSession(Session):
                     return (trained if ".lora_" in name else frozen)(shard, name, *size)
 
                 fill = fill_both
+                self.saver.write_more = self.base.write_adapters
             runner = self.plan.build(comm, fill)
         if job.init is not None and self.base is None:
             with notice_if_slow(f"reading weights from {job.init.folder}"):
@@ -260,6 +263,13 @@ class Base:
 
     def load_state_dict(self, state_dict: Any, /) -> None:
         """Do nothing: `base_of` has opened the base of the checkpoint."""
+
+    def write_adapters(self, checkpoint: Path) -> None:
+        """Write the adapters of a checkpoint as PEFT's folder into it, if PEFT knows the model."""
+        with suppress(ConfigError):  # no family computes the shape
+            family, weights = names_of(self.weights), open_checkpoint(checkpoint)
+            write_peft(checkpoint / ADAPTER, weights, str(self.weights.folder.absolute()), family)
+            weights.close()
 
 
 def base_of(job: Job) -> Base | None:
