@@ -58,8 +58,8 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"{missing} missing; expected: phalanx convert SRC DST")
     import torch
 
-    from phalanx.hugging_face.convert import open_weights
     from phalanx.hugging_face.compare import compare_logits, require_transformers
+    from phalanx.hugging_face.convert import open_weights
 
     if config.check:
         require_transformers()
