@@ -5,11 +5,13 @@ commands that `ssh_client.py` sends over TCP, so that a cut link or a killed cli
 OpenSSH. A command runs in the host's namespace, under the host's own name, in a session of its own.
 """
 
+import fcntl
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,22 +57,27 @@ def remove_hosts() -> None:
 def switched(hosts: Sequence[str]) -> Iterator[str]:
     """Hosts of the common kind, whose own name stands for 127.0.1.1; yields the switch's name."""
     try:
-        remove_hosts()
-        ip("netns", "add", SWITCH)
-        ip("-n", SWITCH, "link", "add", "br0", "type", "bridge")
-        ip("-n", SWITCH, "link", "set", "br0", "up")
-        for name in hosts:
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-            ip(*f"link add v0 netns {name} type veth peer name {name} netns {SWITCH}".split())
-            ip("-n", name, "addr", "add", f"{address_of(name)}/24", "dev", "v0")
-            ip("-n", name, "link", "set", "v0", "up")
-            ip("-n", SWITCH, "link", "set", name, "master", "br0", "up")
-            others = "".join(f"{address_of(other)} {other}\n" for other in hosts if other != name)
-            folder = Path("/etc/netns") / name
-            folder.mkdir(parents=True)
-            (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{others}")
-        subprocess.run(["unshare", "--uts", "true"], check=True, timeout=20)
+        # `ip netns add` of two processes at once fails: both mount the folder of the names.
+        with (Path(tempfile.gettempdir()) / "phalanx-namespaces.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            remove_hosts()
+            ip("netns", "add", SWITCH)
+            ip("-n", SWITCH, "link", "add", "br0", "type", "bridge")
+            ip("-n", SWITCH, "link", "set", "br0", "up")
+            for name in hosts:
+                ip("netns", "add", name)
+                ip("-n", name, "link", "set", "lo", "up")
+                ip(*f"link add v0 netns {name} type veth peer name {name} netns {SWITCH}".split())
+                ip("-n", name, "addr", "add", f"{address_of(name)}/24", "dev", "v0")
+                ip("-n", name, "link", "set", "v0", "up")
+                ip("-n", SWITCH, "link", "set", name, "master", "br0", "up")
+                others = "".join(
+                    f"{address_of(other)} {other}\n" for other in hosts if other != name
+                )
+                folder = Path("/etc/netns") / name
+                folder.mkdir(parents=True)
+                (folder / "hosts").write_text(f"127.0.0.1 localhost\n127.0.1.1 {name}\n{others}")
+            subprocess.run(["unshare", "--uts", "true"], check=True, timeout=20)
     except (OSError, subprocess.CalledProcessError) as error:
         remove_hosts()
         pytest.skip(f"needs the right to make network namespaces: {error}")

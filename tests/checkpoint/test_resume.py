@@ -27,10 +27,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     return small_run(
         tmp_path_factory.mktemp("resume"),
         num_lines=150,
-        steps=24,
+        steps=12,
         seed=5,
         save_every=4,
-        keep_checkpoints=6,
+        keep_checkpoints=3,
         eval_samples=2,
         shape=dataclasses.replace(SHAPE, num_layers=2, vocab_size=301, tied=True),  # rows to pad
         batch=BatchConfig(global_size=12),
@@ -42,14 +42,14 @@ STRATEGIES = ["fsdp2", *map(by_hand, ("dp2", "dp2,fsdp2", "fsdp2:zero1", "fsdp2:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_next_twenty_losses_are_the_same(
+def test_the_next_eight_losses_are_the_same(
     config: TrainConfig, tmp_path: Path, strategy: str
 ) -> None:
     """Bit for bit on the same strategy, within rounding on the others."""
     whole = tmp_path / "whole"
     train(dataclasses.replace(config, strategy=strategy, out=str(whole)))
     expected = losses(whole)[4:]
-    assert len(expected) == 20
+    assert len(expected) == 8
     middle = str(manifest.folder_of(whole, 4))
     others = {"dp2": "fsdp3", "fsdp2": "dp1", "dp2,fsdp2": "fsdp2:zero1"}
     for again in (strategy, others.get(strategy, "dp2")):
@@ -60,7 +60,7 @@ def test_the_next_twenty_losses_are_the_same(
         else:
             assert losses(part) == pytest.approx(expected, rel=1e-10)
     kept = sorted(manifest.complete_checkpoints(part))
-    assert kept == [8, 12, 16, 20, 24]
+    assert kept == [8, 12]
 
 
 def test_a_run_resumes_from_its_last_whole_checkpoint(config: TrainConfig, tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """The corpus: fixed order, and one clear message for each fault."""
 
+import gzip
 import json
 import os
 import re
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from phalanx.data.corpus import Document, documents, left_out
 from phalanx.errors import DataError
@@ -36,10 +38,14 @@ def test_folder_is_read_through_in_sorted_order_with_relative_names(tmp_path: Pa
         Document("b/a.TXT", "ay\r\n"),
         Document("b/z.md", "zed"),
     ]
-    assert left_out(str(tmp_path)) == "1 .rst"
-    (tmp_path / "c.jsonl.gz").write_bytes(b"")
-    (tmp_path / "b" / "d.gz").write_bytes(b"")
-    assert left_out(str(tmp_path)) == "2 .gz, 1 .rst"
+    assert left_out(str(tmp_path)) == "1 file of unknown format (c.rst)"
+    for name in ("d.gz", "e.parquet.gz", "f.tar.zst"):
+        (tmp_path / "b" / name).write_bytes(b"")
+    (tmp_path / "package.json").write_text('{"name": "x"}')
+    assert left_out(str(tmp_path)) == (
+        "4 files of unknown format (b/d.gz, b/e.parquet.gz, b/f.tar.zst, ...); "
+        "1 file without a list of records (package.json)"
+    )
     assert left_out(str(tmp_path / "a.py")) == left_out(None) == ""
 
 
@@ -73,7 +79,7 @@ def test_parquet_rows_are_documents(tmp_path: Path) -> None:
         ("a.parquet:3", "three"),
     ]
     parquet.write_table(arrow.table({"texts": ["one"]}), tmp_path / "a.parquet")
-    refuses(tmp_path, "no column 'text'", "did you mean 'texts'", "columns are 'texts'")
+    refuses(tmp_path, "no field 'text'", "did you mean 'texts'", "fields are 'texts'")
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no")
     refuses(tmp_path, "a.parquet is not a parquet file")
     parquet.write_table(table, tmp_path / "a.parquet")
@@ -84,7 +90,7 @@ def test_parquet_rows_are_documents(tmp_path: Path) -> None:
     refuses(tmp_path, "a.parquet is not a parquet file, or it is damaged")
     latin = arrow.array([b"one", b"caf\xe9"]).cast(arrow.string(), safe=False)
     parquet.write_table(arrow.table({"text": latin}), tmp_path / "a.parquet")
-    refuses(tmp_path, "a.parquet, rows 1 to 2: 'text' is not UTF-8")
+    refuses(tmp_path, "a.parquet, rows 1 to 2: a string is not UTF-8")
 
 
 def test_parquet_without_pyarrow_says_what_to_install(
@@ -93,6 +99,81 @@ def test_parquet_without_pyarrow_says_what_to_install(
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     refuses(tmp_path, r"pip install 'phalanx-train\[parquet\]'")
+
+
+def compressed(text: bytes, kind: str) -> bytes:
+    return gzip.compress(text) if kind == ".gz" else zstandard.compress(text)
+
+
+@pytest.mark.parametrize("kind", [".gz", ".zst"])
+def test_compressed_files_have_the_documents_of_plain_ones(tmp_path: Path, kind: str) -> None:
+    lines = "".join(json.dumps({"text": f"line {n} é"}) + "\n" for n in range(4000))
+    (tmp_path / "a.jsonl").write_text(lines)
+    (tmp_path / "b.json").write_text('\n [{"text": "one"}, {"id": 1, "text": "two"}]')
+    (tmp_path / "c.txt").write_text("text")
+    plain = read(tmp_path)
+    assert len(plain) == 4003 and plain[4001] == Document("b.json:2", "two")
+    for file in list(tmp_path.iterdir()):
+        raw = file.read_bytes()  # in two frames, as parallel compressors write
+        half = compressed(raw[: len(raw) // 2], kind) + compressed(raw[len(raw) // 2 :], kind)
+        file.with_name(file.name + kind).write_bytes(half)
+        file.unlink()
+    assert [d.text for d in read(tmp_path)] == [d.text for d in plain]
+    whole = (tmp_path / f"a.jsonl{kind}").read_bytes()
+    for cut in (len(whole) - 1, len(whole) // 2, len(whole) // 3, 3):
+        (tmp_path / f"a.jsonl{kind}").write_bytes(whole[:cut])
+        refuses(tmp_path, f"a.jsonl{kind} is not a {kind} file, or it is damaged")
+    (tmp_path / f"a.jsonl{kind}").write_bytes(b"no such file")
+    refuses(tmp_path, f"a.jsonl{kind} is not a {kind} file, or it is damaged")
+
+
+def test_a_json_file_without_a_list_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('{"text": "x"}')
+    refuses(tmp_path / "a.json", "a.json is a dict; expected a list of records")
+    (tmp_path / "a.json").write_text('[{"text": "x"}, 3]')
+    refuses(tmp_path, "a.json, record 2 is a int")
+
+
+def saved(folder: Path, texts: list[str], num_tables: int = 1) -> None:
+    """Write what `Dataset.save_to_disk` writes."""
+    arrow = pytest.importorskip("pyarrow")
+    folder.mkdir(parents=True)
+    names = [f"data-{n:05}-of-{num_tables:05}.arrow" for n in range(num_tables)]
+    for number, name in enumerate(names):
+        table = arrow.table({"text": texts[number::num_tables], "id": texts[number::num_tables]})
+        with arrow.ipc.new_stream(str(folder / name), table.schema) as stream:
+            stream.write_table(table, max_chunksize=2)
+    listed = [{"filename": name} for name in names]
+    (folder / "state.json").write_text(json.dumps({"_data_files": listed, "_split": None}))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_datasets_saved_to_disk_are_read(tmp_path: Path) -> None:
+    saved(tmp_path / "a", ["one", "two", "three", "four"], num_tables=2)
+    (tmp_path / "a" / "cache-0123.arrow").write_bytes(b"of an earlier map")
+    assert [d.text for d in read(tmp_path / "a")] == ["one", "three", "two", "four"]
+    assert read(tmp_path / "a")[2].name == "data-00001-of-00002.arrow:1"
+    assert left_out(str(tmp_path / "a")).endswith("(cache-0123.arrow)")
+    saved(tmp_path / "d" / "train", ["train"])
+    saved(tmp_path / "d" / "test", ["test"])
+    (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["test", "train"]}')
+    assert [d.text for d in read(tmp_path / "d")] == ["train"]
+    assert "or of another split (test/data-00000-of-00001.arrow)" in left_out(str(tmp_path / "d"))
+    refuses("wikimedia/wikipedia", r"does not exist.*save_to_disk")
+    (tmp_path / "a" / "data-00000-of-00002.arrow").write_bytes(b"ARROW1 no")
+    refuses(tmp_path / "a", "00000-of-00002.arrow is not a arrow file, or it is damaged")
+
+
+@pytest.mark.slow
+def test_datasets_own_writer(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    whole = datasets.Dataset.from_dict({"text": [f"text {n}" for n in range(10)]})
+    chosen = whole.shuffle(seed=1).select(range(5))
+    both = datasets.DatasetDict(train=chosen, test=whole)
+    both.save_to_disk(str(tmp_path / "d"))
+    assert [d.text for d in read(tmp_path / "d")] == chosen["text"][:]
+    chosen.to_parquet(str(tmp_path / "a.parquet"))
+    assert [d.text for d in read(tmp_path / "a.parquet")] == chosen["text"][:]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from small_models import model_of
 
 from phalanx.hugging_face.convert import decoder_of
 from phalanx.infer.engine import Engine
+from phalanx.infer.options import Sampling
 from phalanx.infer.paged import KVCache
 from phalanx.infer.pool import BlockPool
 from phalanx.infer.runner import ModelRunner
@@ -59,6 +60,33 @@ def expected(name: str, num: int) -> list[list[int]]:
     for prompt in prompts(num):
         ids: Any = theirs.generate(torch.tensor([prompt]), max_new_tokens=NUM_NEW, do_sample=False)  # pyright: ignore[reportCallIssue]
         found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+@functools.cache
+def expected_scores(name: str, num: int) -> list[list[float]]:
+    """Return the log-probability that transformers gives each token of a prompt but its first."""
+    _, theirs = twins(name)
+    found: list[list[float]] = []
+    for prompt in prompts(num):
+        with torch.no_grad():
+            logprobs = theirs(torch.tensor([prompt])).logits[0].double().log_softmax(-1)
+        found.append([float(logprobs[at, token]) for at, token in enumerate(prompt[1:])])
+    return found
+
+
+def scored(engine: Engine, num: int, **options: Any) -> list[list[float]]:
+    """Return the log-probabilities that an engine gives the tokens of prompts but their first."""
+    sampling = Sampling(prompt_logprobs=1, temperature=0, ignore_end=True, **options)
+    requests = [engine.add(prompt, sampling, sampling) for prompt in prompts(num)]
+    while engine.scheduler.has_work:
+        engine.step()
+    found: list[list[float]] = []
+    for first, second in requests:
+        assert first.prompt_scores is second.prompt_scores and first.prompt_scores[0] is None
+        scores = [score for score in first.prompt_scores if score is not None]
+        assert all((each.rank == 1) == (each.logprob == each.top[0][1]) for each in scores)
+        found.append([each.logprob for each in scores])
     return found
 
 

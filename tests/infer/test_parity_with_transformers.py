@@ -7,7 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from models_and_prompts import DEMAND, GRID, NUM_NEW, engine, expected, prompts, twins
+from models_and_prompts import (
+    DEMAND,
+    GRID,
+    NUM_NEW,
+    VOCABULARY,
+    engine,
+    expected,
+    expected_scores,
+    prompts,
+    scored,
+    twins,
+)
 
 from phalanx.infer.options import Sampling
 from phalanx.infer.paged import FlatStep
@@ -197,6 +208,32 @@ def test_what_was_computed_with_nan_is_not_found_again() -> None:
         weight.copy_(before)
     assert request.finish_reason == "error" and len(prompt) > 18
     assert served.generate([prompt], GREEDY) == engine(live).generate([prompt], GREEDY)
+
+
+@pytest.mark.parametrize("budget", [7, 512])
+def test_scores_of_prompts_equal_transformers(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of prompts that were found in the cache or preempted, and without all their logits."""
+    model, _ = twins("llama")
+    monkeypatch.setattr("phalanx.infer.runner.SCORED_LOGITS", 5 * VOCABULARY)
+    own, most = model.read, list[int]()
+
+    def read(x_BTD: torch.Tensor) -> torch.Tensor:
+        most.append(x_BTD.shape[1])
+        return own(x_BTD)
+
+    monkeypatch.setattr(model, "read", read)
+    few = engine(model, block_size=4, budget=budget, num_tokens=int(0.35 * DEMAND))
+    few.generate(prompts(32), GREEDY)  # fills the cache
+    num_found, num_preempted = few.scheduler.num_cached_tokens, few.scheduler.num_preemptions
+    most.clear()
+    found = scored(few, 32, max_tokens=24)
+    for ours, theirs in zip(found, expected_scores("llama", 32), strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-6)
+    assert few.scheduler.num_cached_tokens == num_found
+    assert few.scheduler.num_preemptions > num_preempted or budget == 7
+    assert sum(length > 5 for length in most) <= few.counts.steps
+    assert scored(few, 3, max_tokens=0) == scored(few, 3, max_tokens=0)
+    assert few.scheduler.pool.num_held == 0
 
 
 def test_ids_beyond_the_tokenizer_are_never_chosen() -> None:

@@ -14,7 +14,16 @@ from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
-from models_and_prompts import DEMAND, GRID, NUM_NEW, expected, prompts, twins
+from models_and_prompts import (
+    DEMAND,
+    GRID,
+    NUM_NEW,
+    expected,
+    expected_scores,
+    prompts,
+    scored,
+    twins,
+)
 from served_model import published
 
 from phalanx.checkpoint import manifest
@@ -38,6 +47,7 @@ def write(out: Path, served: Served, engine: Engine) -> None:
     engine._num_ids = None  # pyright: ignore[reportPrivateUsage]
     tokens = engine.generate(prompts(32), GREEDY)
     found = [engine.scheduler.num_preemptions, engine.scheduler.num_cached_tokens, tokens]
+    found.append(scored(engine, 8, max_tokens=0))
     out.write_text(json.dumps(found))
 
 
@@ -71,8 +81,10 @@ def test_tokens_equal_generate(
     )
     out = tmp_path / "found.json"
     with_engine(published(tmp_path), config, functools.partial(write, out))
-    num_preemptions, num_found, tokens = json.loads(out.read_text())
+    num_preemptions, num_found, tokens, scores = json.loads(out.read_text())
     assert tokens == expected("llama", 32)
+    for ours, theirs in zip(scores, expected_scores("llama", 8), strict=True):
+        assert ours == pytest.approx(theirs, abs=2e-6)
     assert (num_found > 0) is has_prefix_cache
     if budget > 7:
         assert (num_preemptions > 0) is not is_ample

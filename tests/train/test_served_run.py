@@ -60,8 +60,9 @@ def moved_by_rows(folder: Path) -> tuple[list[float], str]:
     return whole, str(manifest.complete_checkpoints(folder / "whole")[3])
 
 
+@pytest.mark.slow
 @pytest.mark.fresh_ranks
-@pytest.mark.parametrize("then", ["dp3:ps", by_hand("dp2")])
+@pytest.mark.parametrize("then", ["dp3:ps", "dp2"])
 def test_synchronous_workers_take_the_step_of_one_process_and_resume(
     then: str, tmp_path: Path
 ) -> None:

@@ -10,11 +10,13 @@ from typing import Any, cast
 import pytest
 import torch
 
+from model_folder import model_folder
 from phalanx.checkpoint import manifest
 from phalanx.comm.together import barrier
 from phalanx.config import ShapeConfig
 from phalanx.errors import CheckpointError
-from phalanx.hugging_face.companions import TOKENIZER
+from phalanx.hugging_face.companions import TOKENIZER, family_in
+from phalanx.hugging_face.convert import convert
 from phalanx.launch.local import run_ranks
 from phalanx.train import loop, run, text
 from phalanx.train.evaluate import Evaluation
@@ -180,3 +182,24 @@ def test_the_saver_learns_of_the_error_that_ends_training() -> None:
     with pytest.raises(RuntimeError), session:
         raise error
     assert session.seen == [error, "closed"]
+
+
+def first_losses(job: Job) -> list[float]:
+    with text.TextSession(job) as session:
+        return [session.step(next(session.loader)).loss for _ in range(2)]
+
+
+def test_a_hugging_face_folder_begins_a_run_as_its_conversion_does(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "tiny")
+    convert(folder, tmp_path / "converted")
+    config = small_run(tmp_path, strategy="dp2", steps=2, shape=ShapeConfig())
+    job = resolve(dataclasses.replace(config, init=str(tmp_path / "converted")))
+    expected = run_ranks(first_losses, 2, job, threads=1)[0]
+    for strategy in ("fsdp2", "tp2", "pp2"):
+        out = str(tmp_path / strategy)
+        of_folder: dict[str, Any] = {"model": str(folder), "strategy": strategy, "out": out}
+        job = resolve(dataclasses.replace(config, **of_folder))
+        assert job.name == "tiny" and job.tokens.tokenizer_digest
+        found = run_ranks(first_losses, 2, job, threads=1)[0]
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert family_in(job.out) == "llama"

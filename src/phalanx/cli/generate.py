@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional
 from phalanx.errors import ConfigError
-from phalanx.infer.options import EngineConfig, Sampling
+from phalanx.infer.options import EngineConfig, Sampling, SamplingSettings
 from phalanx.report.output import print_json
 from phalanx.report.tabular import Number, Table
 from phalanx.report.terminal import Terminal
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig(EngineConfig, Sampling):
+class GenerateConfig(EngineConfig, SamplingSettings):
     """Continue prompts with a trained model: its text appears as it is computed."""
 
     run: Annotated[str | None, Positional("RUN")] = None
@@ -69,7 +69,9 @@ def _generate(config: GenerateConfig, served: Served, engine: Engine) -> None:
 
     prompts, terminal = config.prompt or [""], Terminal()
     tokens = [served.encode(prompt) for prompt in prompts]
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(Sampling)}
+    values = {
+        field.name: getattr(config, field.name) for field in dataclasses.fields(SamplingSettings)
+    }
     begin_s = time.perf_counter()
     completions = [engine.add(each, Sampling(**values))[0] for each in tokens]
     shown, first_s = 0, 0.0

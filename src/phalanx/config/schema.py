@@ -246,8 +246,9 @@ class TrainConfig(JobConfig):
     """Train a decoder on text over one or many processes."""
 
     model: Annotated[str | None, Use.RESOLVED] = None
-    """Preset of the model's shape, listed at the end of this help; the checkpoint's to begin
-    with or resume from, else demo, if unset."""
+    """Preset of the model's shape, listed at the end of this help, or a Hugging Face folder, which
+    gives shape, first weights and tokenizer; the checkpoint's to begin with or resume from, else
+    demo, if unset."""
     data: Annotated[str | None, Use.PATH] = None
     """A file, folder or glob of .txt, .md, .py, .jsonl (field "text") or .parquet, relative to the
     working folder; the standard library of this Python if unset."""

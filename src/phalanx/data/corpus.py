@@ -1,7 +1,7 @@
 """The corpus: text as a stream of documents in a fixed order.
 
-A text file, a line of .jsonl and a row of .parquet are one document each. Document names are
-relative to the corpus, so that the validation split is the same on every machine.
+A text file and a record (`phalanx.data.records`) are one document each. Document names are relative
+to the corpus, so that the validation split is the same on every machine.
 """
 
 from __future__ import annotations
@@ -11,24 +11,40 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import sysconfig
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import DataError, nearest
+from phalanx.data.records import (
+    FORMATS,
+    PACKED,
+    TEXTS,
+    check_columns,
+    decode,
+    format_of,
+    is_list,
+    open_unpacked,
+    read_records,
+    refuse_zero,
+    unreadable,
+)
+from phalanx.errors import DataError
 from phalanx.storage import hint_of_missing
 
-SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".parquet")
-"""File suffixes that can be read."""
+_METADATA = ("state.json", "dataset_dict.json", "dataset_info.json")
+"""Files that `datasets` writes beside its tables."""
+
+_NAMED = 3
+"""Most files left out that are named, for each reason."""
 
 HEAD_BYTES = 1 << 20
 """Bytes of a text file that are checked for NUL before the rest is read."""
 
 FIELD = "text"
-"""Name of the .jsonl field and of the .parquet column with the text."""
+"""Name of a record's field with the text."""
 
 _TOPICS = "topics"
 """Document name prefix of the help topics of pydoc_data."""
@@ -82,7 +98,10 @@ def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Docume
 
 
 def sources(path: str | None) -> list[tuple[str, Path]]:
-    """Return (name, path) of each file of a corpus, in a fixed order, without reading the files.
+    """Return (name, path) of each file of a corpus, in a fixed order.
+
+    Of the files, only the first bytes of each .json and the lists of files of folders that
+    `datasets` has saved are read.
 
     Raises:
         DataError: see `documents`.
@@ -90,29 +109,73 @@ def sources(path: str | None) -> list[tuple[str, Path]]:
     if path is None:
         return _library_files()
     root, files = _find_files(path)
-    # Leave out named pipes, because a read from one would block forever.
-    chosen = [file for file in files if file.suffix.lower() in SUFFIXES and file.is_file()]
+    chosen, others = _choose(files)
     if not chosen:
-        kinds = {file: "" if file.is_file() else " (no regular file)" for file in files}
-        found = sorted({(file.suffix or file.name) + kind for file, kind in kinds.items()})
+        what = {f"{file.suffix or file.name} ({reason})" for file, reason in others}
         raise DataError(
-            f"{path} holds no file that can be read: expected one of {' '.join(SUFFIXES)}, found "
-            f"{' '.join(found[:8]) or 'nothing'}"
+            f"{path} holds no file that can be read: expected one of {' '.join(FORMATS)}, also "
+            f"{' '.join(PACKED)}; found {', '.join(sorted(what)[:8]) or 'nothing'}"
         )
     return [(file.relative_to(root).as_posix(), file) for file in chosen]
 
 
 def left_out(path: str | None) -> str:
-    """Return the numbers of files that a corpus has and `documents` cannot read, by their suffix.
+    """Return the files of a corpus that `documents` does not read: number, reason, first names.
 
-    For example "2 .gz, 1 .json"; empty if there are none.
+    For example "2 files of unknown format (a.rst, b.gz)"; empty if there are none.
     """
-    files = [] if path is None else _find_files(path)[1]
-    suffixes = [file.suffix.lower() or file.name for file in files]
-    counts = Counter(suffix for suffix in suffixes if suffix not in SUFFIXES)
-    words = [f"{count} {suffix}" for suffix, count in counts.most_common(8)]
-    more = sum(counts.values()) - sum(count for _, count in counts.most_common(8))
-    return ", ".join([*words, *([f"{more} others"] if more else [])])
+    if path is None:
+        return ""
+    root, files = _find_files(path)
+    names: dict[str, list[str]] = {}
+    for file, reason in _choose(files)[1]:
+        names.setdefault(reason, []).append(file.relative_to(root).as_posix())
+    return "; ".join(
+        f"{len(some)} {'file' if len(some) == 1 else 'files'} {reason} "
+        f"({', '.join(some[:_NAMED])}{', ...' * (len(some) > _NAMED)})"
+        for reason, some in names.items()
+    )
+
+
+def _choose(files: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
+    """Return the files to read, and the others with the reason.
+
+    `Dataset.save_to_disk` lists its tables in state.json. `DatasetDict.save_to_disk` lists folders
+    in dataset_dict.json, a split each, of which "train" is read.
+    """
+    chosen: list[Path] = []
+    others: list[tuple[Path, str]] = []
+    tables: dict[Path, list[str]] = {}
+    for file in sorted(files, key=lambda file: file.name != "state.json"):  # before its parent's
+        if file.name == "state.json" and (listed := _listed(file, "_data_files")):
+            tables[file.parent] = [each["filename"] for each in listed]
+        if file.name == "dataset_dict.json" and (splits := _listed(file, "splits")):
+            read = "train" if "train" in splits else splits[0]
+            tables[file.parent] = []
+            tables |= {file.parent / split: [] for split in splits if split != read}
+    for file in files:
+        kind, listed = format_of(file), tables.get(file.parent)
+        if file.name in _METADATA and (listed is not None or file.name == "dataset_info.json"):
+            continue
+        if not file.is_file():  # a read from a named pipe would block forever
+            others.append((file, "that are not regular"))
+        elif kind is None:
+            others.append((file, "of unknown format"))
+        elif listed is not None and file.name not in listed:
+            others.append((file, "outside the dataset saved there, or of another split"))
+        elif kind == ".json" and len(files) > 1 and not is_list(file):
+            others.append((file, "without a list of records"))
+        else:
+            chosen.append(file)
+    return chosen, others
+
+
+def _listed(file: Path, key: str) -> list[Any]:
+    """Return a list in a file of metadata; empty if the file has none."""
+    try:
+        return list(json.loads(file.read_bytes())[key])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
 
 
 def _read(name: str, file: Path, *, is_ours: bool) -> Iterator[Document]:
@@ -120,13 +183,13 @@ def _read(name: str, file: Path, *, is_ours: bool) -> Iterator[Document]:
     if is_ours and name == _TOPICS:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
         yield from (Document(f"{_TOPICS}/{topic}", topics[topic]) for topic in sorted(topics))
-    elif file.suffix.lower() == ".jsonl":
-        yield from _read_jsonl(file, name)
-    elif file.suffix.lower() == ".parquet":
-        yield from _read_parquet(file, name)
+    elif format_of(file) not in TEXTS:
+        for record in read_records(file, name, [FIELD]):
+            check_columns([FIELD], list(record.fields), record.place)
+            yield Document(record.name, _checked(record.fields[FIELD], record.place))
     else:
         try:
-            yield Document(name, _decode(_read_bytes(file), file))
+            yield Document(name, decode(_read_bytes(file), file))
         except DataError:
             if not is_ours:  # else a file in another encoding, which the user cannot fix
                 raise
@@ -156,9 +219,14 @@ def _find_files(path: str) -> tuple[Path, list[Path]]:
                 file for match in matches for file in (_walk(match) if match.is_dir() else [match])
             }
             return fixed, sorted(files)
-        raise DataError(f"{path} does not exist{hint_of_missing(start)}")
+        hub = re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path) and not start.suffix
+        raise DataError(
+            f"{path} does not exist{hint_of_missing(start)}"
+            + f"; for the dataset of that name on a hub, give the folder that "
+            f"load_dataset('{path}').save_to_disk wrote" * bool(hub)
+        )
     except OSError as error:
-        raise _unreadable(start, error) from error
+        raise unreadable(start, error) from error
 
 
 def _glob(pattern: Path) -> Iterator[str]:
@@ -179,7 +247,7 @@ def _walk(folder: Path) -> list[Path]:
     """Return all files below a folder except hidden ones, sorted."""
 
     def fail(error: OSError) -> None:
-        raise _unreadable(Path(error.filename or folder), error) from error
+        raise unreadable(Path(error.filename or folder), error) from error
 
     files: list[Path] = []
     for parent, folders, names in os.walk(folder, onerror=fail):
@@ -188,75 +256,11 @@ def _walk(folder: Path) -> list[Path]:
     return sorted(files)
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(
-        f"cannot read {path}: {error.strerror or error}; expected a path this user may read"
-    )
-
-
 def _read_bytes(file: Path) -> bytes:
-    try:
-        with file.open("rb") as opened:
-            head = opened.read(HEAD_BYTES)
-            _refuse_zero(head, file, 0)  # before the rest of a possibly large file is read
-            return head + opened.read()
-    except OSError as error:
-        raise _unreadable(file, error) from error
-
-
-def _refuse_zero(raw: bytes, file: Path, start: int) -> None:
-    zero = raw.find(b"\0")
-    if zero >= 0:
-        raise DataError(
-            f"{file} is not text: it has a NUL at byte {start + zero}; expected UTF-8 (convert "
-            f"UTF-16 first, or leave the file out)"
-        )
-
-
-def _decode(raw: bytes, file: Path, start: int = 0) -> str:
-    """Decode UTF-8; `start` is the offset of `raw` in the file, for the error message."""
-    _refuse_zero(raw, file, start)
-    try:
-        return raw.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{file} is not UTF-8: byte {start + error.start} is 0x{raw[error.start]:02x} "
-            f"({error.reason}); convert the file to UTF-8, or leave it out"
-        ) from error
-
-
-def _read_jsonl(file: Path, name: str) -> Iterator[Document]:
-    offset = 0
-    try:
-        with file.open("rb") as lines:
-            for number, raw in enumerate(lines, start=1):
-                if raw.strip():
-                    text = _decode(raw, file, offset)
-                    yield Document(f"{name}:{number}", _text_in(text, f"{file}, line {number}"))
-                offset += len(raw)
-    except OSError as error:
-        raise _unreadable(file, error) from error
-
-
-def _text_in(line: str, where: str) -> str:
-    """Return the text of a line of .jsonl; `where` names the line in messages."""
-    try:
-        record: Any = json.loads(line)
-    except (ValueError, RecursionError) as error:  # too long a number; too deeply nested
-        what = f"{error}"
-        if isinstance(error, json.JSONDecodeError):
-            what = f"{error.msg} at column {error.colno}"
-        raise DataError(f"{where} is not valid JSON: {what}; expected one object a line") from error
-    if not isinstance(record, dict):
-        raise DataError(
-            f"{where} is a {type(record).__name__}; expected an object with the field '{FIELD}'"
-        )
-    if FIELD not in record:
-        raise DataError(
-            f"{where} has no field '{FIELD}'{nearest(FIELD, record)}; its fields are "
-            f"{', '.join(map(repr, record)) or 'none'}"
-        )
-    return _checked(record[FIELD], where)
+    with open_unpacked(file) as opened:
+        head = opened.read(HEAD_BYTES)
+        refuse_zero(head, file, 0)  # before the rest of a possibly large file is read
+        return head + opened.read()
 
 
 def _checked(value: object, where: str) -> str:
@@ -277,41 +281,6 @@ def _checked(value: object, where: str) -> str:
             f"UTF-8 cannot hold; expected whole characters"
         ) from error
     return value
-
-
-def _read_parquet(file: Path, name: str) -> Iterator[Document]:
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-        arrow = importlib.import_module("pyarrow")
-    except ImportError as error:
-        raise DataError(
-            f"cannot read {file}: .parquet needs pyarrow; install it with "
-            f"pip install 'phalanx-train[parquet]'"
-        ) from error
-    try:
-        with parquet.ParquetFile(file) as table:
-            columns: list[str] = table.schema_arrow.names
-            if FIELD not in columns:
-                raise DataError(
-                    f"{file} has no column '{FIELD}'{nearest(FIELD, columns)}; its columns are "
-                    f"{', '.join(map(repr, columns)) or 'none'}"
-                )
-            row = 0
-            for rows in table.iter_batches(batch_size=1024, columns=[FIELD]):
-                try:
-                    values: list[object] = rows.column(0).to_pylist()
-                except UnicodeDecodeError as error:
-                    raise DataError(
-                        f"{file}, rows {row + 1} to {row + rows.num_rows}: '{FIELD}' is not UTF-8: "
-                        f"{error.reason}; convert it to UTF-8"
-                    ) from error
-                for value in values:
-                    row += 1
-                    yield Document(f"{name}:{row}", _checked(value, f"{file}, row {row}"))
-    except (OSError, arrow.ArrowException) as error:  # pyarrow raises OSError for bad content
-        if isinstance(error, OSError) and error.errno is not None:
-            raise _unreadable(file, error) from error
-        raise DataError(f"{file} is not a parquet file, or it is damaged: {error}") from error
 
 
 def _library_files() -> list[tuple[str, Path]]:

@@ -98,9 +98,10 @@ def keep_family(source: Path, run: Path) -> None:
 
 
 def family_in(checkpoint: Path) -> str | None:
-    """Return the Hugging Face model type that a checkpoint, or its run, started from, or None."""
-    path = _find(checkpoint, ORIGIN)
-    family = None if path is None else read_json(path).get("model_type")
+    """Return the Hugging Face model type of a folder, or of what a run started from, or None."""
+    is_foreign = (checkpoint / CONFIG).is_file()
+    path = checkpoint / CONFIG if is_foreign else _find(checkpoint, ORIGIN)
+    family = None if path is None else read_json(path, may_be_link=is_foreign).get("model_type")
     return family if isinstance(family, str) else None
 
 

@@ -144,7 +144,12 @@ class Gateway:
             return encoded
 
         prompts = await asyncio.to_thread(encode)
-        return await self._answer(request, body, prompts, DEFAULT_TOKENS, body.logprobs)
+        echoes = [
+            prompt if isinstance(prompt, str) else self.served.tokenizer.decode(prompt)
+            for prompt in (body.prompts if body.echo else ())
+            for _ in range(body.num_choices)
+        ]
+        return await self._answer(request, body, prompts, DEFAULT_TOKENS, body.logprobs, echoes)
 
     async def chats(self, request: Request) -> Response:
         """Answer `/v1/chat/completions`."""
@@ -162,7 +167,10 @@ class Gateway:
         max_tokens = body.max_completion_tokens
         if max_tokens is None:
             max_tokens = max(self._most_tokens - len(prompt), 1)
-        return await self._answer(request, body, [prompt], max_tokens, logprobs)
+        last = body.messages[-1]
+        is_echo = body.echo and last.role == "assistant"  # as in vLLM, of the role of the answer
+        echoes = [last.text] * body.num_choices if is_echo else []
+        return await self._answer(request, body, [prompt], max_tokens, logprobs, echoes)
 
     def close(self) -> None:
         """End all requests with an error, also those whose body is arriving, and refuse new ones.
@@ -233,10 +241,17 @@ class Gateway:
         prompts: Sequence[list[int]],
         max_tokens: int,
         logprobs: int | None,
+        echoes: Sequence[str],
     ) -> Response:
         """Generate, and return one JSON response or a stream of events."""
         samplings, is_chat = body.samplings(max_tokens, logprobs), isinstance(body, ChatBody)
-        answer = Answer(self.served, logprobs, is_chat=is_chat)
+        has_prompt_scores = body.prompt_logprobs is not None
+        answer = Answer(
+            *(self.served, logprobs),
+            is_chat=is_chat,
+            echoes=echoes,
+            has_prompt_scores=has_prompt_scores,
+        )
         field = "messages" if is_chat else "prompt"
         completions, arriving = self.thread.submit(prompts, samplings, field)
 

@@ -56,21 +56,35 @@ def shown(content: bytes) -> str:
 
 
 def scores_of(
-    tokenizer: Tokenizer, tokens: Sequence[int], scores: Sequence[TokenScore], begin: int = 0
+    tokenizer: Tokenizer,
+    tokens: Sequence[int],
+    scores: Sequence[TokenScore | None],
+    begin: int = 0,
+    num_top: int | None = None,
 ) -> tuple[dict[str, Any], int]:
     """Return the `logprobs` object of tokens, as in OpenAI's completions, and the offset after it.
 
-    `begin` is the offset of the first token in the text, in characters.
+    `begin` is the offset of the first token in the text, in characters. As in OpenAI's API, a token
+    is also among its `num_top` alternatives, and the first token of a prompt has no score.
     """
+
+    def top_of(token: int, score: TokenScore) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for id, p in (*score.top[:num_top], (token, score.logprob)):
+            top.setdefault(
+                shown(bytes_of(tokenizer, id)), p
+            )  # of ids of one text the most probable
+        return top
+
     contents = [bytes_of(tokenizer, token) for token in tokens]
     # In UTF-8 all bytes of a character but its first are continuation bytes.
     num_characters = (sum(byte & 0xC0 != 0x80 for byte in content) for content in contents)
     *offsets, end = accumulate(num_characters, initial=begin)
     logprobs = {
         "tokens": list(map(shown, contents)),
-        "token_logprobs": [score.logprob for score in scores],
+        "token_logprobs": [score and score.logprob for score in scores],
         "top_logprobs": [
-            {shown(bytes_of(tokenizer, id)): p for id, p in score.top} for score in scores
+            score and top_of(token, score) for token, score in zip(tokens, scores, strict=True)
         ],
         "text_offset": offsets,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from phalanx.data.tokenizer import count_ids
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.infer.detokenize import TextStream
 from phalanx.infer.options import RequestError, Sampling, TokenScore
-from phalanx.infer.paged import FlatStep, StepSpan
+from phalanx.infer.paged import FlatStep, ScoredRow, StepSpan
 from phalanx.infer.sampler import choose
 from phalanx.infer.scheduler import Completion, Scheduler
 
@@ -124,12 +125,15 @@ class Engine:
                 code="context_length_exceeded",
             )
         shared, tokenizer = list(prompt), self.tokenizer
+        is_scored = any(each.prompt_logprobs is not None for each in samplings)
+        prompt_scores: list[TokenScore | None] = [None] * len(prompt) if is_scored else []
         return [
             Completion(
                 shared,
                 each,
                 tokenizer and TextStream(tokenizer, each.stop, prompt),
                 number + choice,
+                prompt_scores=prompt_scores,
             )
             for choice, each in enumerate(samplings)
         ]
@@ -163,24 +167,32 @@ class Engine:
         #     tokens    a17 | b0 b1 b2 b3 | c8            decode, a chunk, decode
         #     spans     [17, 18)  [0, 4)  [8, 9)
         #     rows      0                  5              b's prompt continues: no logits
-        flat = FlatStep([], [], [], tuple(step.copies))
+        flat = FlatStep([], [], [], tuple(step.copies), num_ids=self._num_ids)
         completions: list[Completion] = []
+        places: list[tuple[list[TokenScore | None], int]] = []  # of the scores of prompt tokens
         for part in step.parts:
             completion, start, stop = part
             flat.tokens.extend(completion.tokens[start:stop])
             flat.spans.append(StepSpan(start, stop, list(completion.table.blocks)))
+            for at in range(start, min(stop, len(completion.prompt_scores) - 1)):
+                if completion.prompt_scores[at + 1] is None:
+                    num_top = completion.sampling.prompt_logprobs or 0
+                    row = len(flat.tokens) - stop + at
+                    flat.scored.append(ScoredRow(row, completion.prompt[at + 1], num_top))
+                    places.append((completion.prompt_scores, at + 1))
             if part.computes_logits:
                 flat.rows.append(len(flat.tokens) - 1)
                 completions.append(completion)
         logits_NV = self._logits(flat)
+        for (prompt_scores, at), scored in zip(places, flat.scored, strict=True):
+            prompt_scores[at] = scored.score
         if not completions:
             return []
-        if self._num_ids is not None and self._num_ids < logits_NV.shape[1]:
-            logits_NV[:, self._num_ids :] = -float("inf")
         tokens, scores = choose(
             logits_NV,
             [completion.sampling for completion in completions],
             [completion.num_generated for completion in completions],
+            self._num_ids,
         )
         return list(map(self._append, completions, tokens, scores))
 
@@ -190,8 +202,12 @@ class Engine:
         A negative token means logits that are not finite: the completion fails.
         """
         stream, sampling, text, reason = completion.stream, completion.sampling, "", None
-        if token < 0:
-            reason = "error"
+        is_first = completion.num_generated == 0
+        prompt_scores = completion.prompt_scores if is_first else ()
+        if token < 0 or any(each and math.isnan(each.logprob) for each in prompt_scores):
+            token, reason = -1, "error"
+        elif sampling.max_tokens == 0:
+            token, score, reason = -1, None, "length"
         else:
             completion.tokens.append(token)
             self.counts.generated_tokens += 1

@@ -41,13 +41,13 @@ def about_field(param: str) -> Generator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Sampling options of one request, named as in OpenAI's HTTP API.
+class SamplingSettings:
+    """Sampling options of one request that are numbers or texts, named as in OpenAI's HTTP API.
 
     The filters apply to the probabilities after temperature, in this order: top_k, top_p, min_p.
     """
 
-    max_tokens: Annotated[int, Range(1, 2**31 - 1, "[]")] = 64
+    max_tokens: Annotated[int, Range(0, 2**31 - 1, "[]")] = 64
     """Most tokens to generate."""
     temperature: Annotated[float, Range(0, 100, "[]")] = 1.0
     """Logits are divided by it; 0 takes the token with the largest."""
@@ -69,15 +69,28 @@ class Sampling:
     """Generate past the token that ends a text."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sampling(SamplingSettings):
+    """Sampling options of one request, also those that only an HTTP request can have.
+
+    Attributes:
+        prompt_logprobs: number of alternatives of each prompt token's log-probability; None: none.
+    """
+
+    prompt_logprobs: int | None = None
+
+
 @dataclass(frozen=True)
 class TokenScore:
     """Log-probability of a token, and (id, log-probability) of the most probable tokens.
 
-    The probabilities are the model's own: at temperature 1, without filters.
+    The probabilities are the model's own: at temperature 1, without penalties and filters. `rank`
+    is 1 for the most probable token.
     """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

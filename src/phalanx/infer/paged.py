@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple, cast
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from phalanx.infer.options import TokenScore
 from phalanx.infer.pool import BlockCopy, BlockPool
 from phalanx.infer.quantize import quantized
 from phalanx.models.attention import GQA_ARGUMENTS, attend, runs_flash
@@ -68,6 +69,22 @@ class StepSpan(NamedTuple):
     blocks: list[int]
 
 
+@dataclass
+class ScoredRow:
+    """A row of a step whose logits score the prompt token after it; the runner sets `score`.
+
+    Attributes:
+        row: index into the tokens of the step.
+        token: the prompt token after it.
+        num_top: number of alternatives to score too.
+    """
+
+    row: int
+    token: int
+    num_top: int
+    score: TokenScore | None = None
+
+
 @dataclass(frozen=True)
 class FlatStep:
     """One step as plain numbers, which the first rank of tp broadcasts to the others.
@@ -77,12 +94,16 @@ class FlatStep:
         spans: span of each sequence, in the order of `tokens`.
         rows: indices into `tokens` of the tokens whose logits are returned.
         copies: blocks to copy before the step writes to the cache.
+        scored: rows that score prompt tokens; their logits are not returned.
+        num_ids: number of ids that stand for a token; None for all.
     """
 
     tokens: list[int]
     spans: list[StepSpan]
     rows: list[int]
     copies: Sequence[BlockCopy] = ()
+    scored: list[ScoredRow] = field(default_factory=list[ScoredRow])
+    num_ids: int | None = None
 
 
 class KVCache:

@@ -23,9 +23,15 @@ from pydantic import (
 )
 from typing_extensions import override
 
-from phalanx.config.fields import check_value, settings, value_at
+from phalanx.config.fields import Range, check_value, settings, value_at
 from phalanx.errors import ConfigError
-from phalanx.infer.options import RequestError, Sampling, about_field
+from phalanx.infer.options import (
+    MAX_LOGPROBS,
+    RequestError,
+    Sampling,
+    SamplingSettings,
+    about_field,
+)
 
 MAX_CHOICES: Final = 64
 """Most continuations of one request: number of prompts times `n`."""
@@ -52,7 +58,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
         (("auto", "default"), "service_tier"),
         ((True, False), "parallel_tool_calls"),
         ((True,), "skip_special_tokens spaces_between_special_tokens add_generation_prompt"),
-        ((False,), "store echo use_beam_search early_stopping include_stop_str_in_output"),
+        ((False,), "store use_beam_search early_stopping include_stop_str_in_output"),
         ((False,), "continue_final_message"),
     )
     for field in fields.split()
@@ -133,6 +139,8 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    echo: bool | None = None
+    prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     # Names of the end user or of a cache: without effect, whatever they are.
     user: str | None = None
     safety_identifier: str | None = None
@@ -153,6 +161,11 @@ class GenerationBody(Body):
         """Whether a streaming response ends with an event of token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def scored_prompt(self) -> int | None:
+        """Number of alternatives to score with each prompt token; None to score no prompt."""
+        return self.prompt_logprobs
+
     def samplings(self, max_tokens: int, logprobs: int | None) -> list[Sampling]:
         """Return the sampling options of each continuation of a prompt; the default seed is random.
 
@@ -169,9 +182,14 @@ class GenerationBody(Body):
             stop=[stop for stop in stops if stop],
             logprobs=logprobs,
             ignore_end=bool(self.ignore_eos),
+            prompt_logprobs=self.scored_prompt,
         )
-        for setting in settings(Sampling):
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs requires stream: false", "prompt_logprobs")
+        for setting in settings(SamplingSettings):
             name = self.field_names.get(setting.key, setting.key)
+            if setting.key == "max_tokens" and not self.echo and sampling.prompt_logprobs is None:
+                setting = dataclasses.replace(setting, range=Range(1))
             with about_field(name):
                 named = dataclasses.replace(setting, key=name)
                 check_value(named, value_at(sampling, setting.key))
@@ -194,6 +212,13 @@ class CompletionBody(GenerationBody):
         Discriminator(_form),
     ]
     logprobs: int | None = None
+
+    @property
+    @override
+    def scored_prompt(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        nums = [num for num in (self.prompt_logprobs, echoed) if num is not None]
+        return max(nums, default=None)
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

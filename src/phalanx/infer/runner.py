@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -13,12 +13,16 @@ from phalanx.checkpoint.weights import open_checkpoint
 from phalanx.comm.together import all_or_none, reason_of
 from phalanx.errors import CheckpointError
 from phalanx.infer.paged import FlatStep, KVCache, PagedAttention
+from phalanx.infer.sampler import scores_of_rows
 from phalanx.infer.served import fill_from
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.batch_shape import BatchShape, batch_scope, batch_shape
 from phalanx.parallel.plan import shard_of
 from phalanx.parallel.tensor import operators
 from phalanx.parallel.tensor.layout import Layout
+
+SCORED_LOGITS: Final = 1 << 24
+"""Most logits that scoring prompt tokens holds at once: 192 MiB in float32 and float64."""
 
 
 class ModelRunner:
@@ -43,7 +47,6 @@ class ModelRunner:
         paged, model = PagedAttention(self.cache, step), self.model
         positions_1N = paged.positions_1N
         tokens_1N = torch.tensor([step.tokens], device=positions_1N.device)
-        rows = torch.tensor(step.rows, dtype=torch.int64, device=positions_1N.device)
         trained = [attention.attend for attention in self._attentions]
         try:
             for layer, attention in enumerate(self._attentions):
@@ -51,19 +54,33 @@ class ModelRunner:
             with batch_scope(BatchShape(1, len(step.tokens))):
                 x_1ND = model.embed(tokens_1N, positions_1N, None)
                 x_1ND = model.run_blocks(x_1ND, positions_1N, None, None)
-                if not step.rows:
-                    logits = x_1ND.new_empty(1, 0, model.shape.vocab_size)
-                elif (tp := self._layout) is None:
-                    logits = model.read(x_1ND[:, rows])
-                else:  # the residual of this rank is a shard: gather the rows, and shard these
-                    hidden = model.shape.hidden
-                    whole = operators.unshard(tp, x_1ND, tp.residual, batch_shape(), hidden)
-                    with batch_scope(BatchShape(1, len(rows))):
-                        logits = model.read(operators.shard(tp, whole[:, rows], tp.residual))
+                tp, hidden = self._layout, model.shape.hidden
+                if tp is not None and (step.rows or step.scored):  # this rank has a shard of x
+                    x_1ND = operators.unshard(tp, x_1ND, tp.residual, batch_shape(), hidden)
+
+            def read(rows: list[int]) -> Tensor:
+                """Return the logits of some rows; tp shards these rows anew."""
+                x_1RD = x_1ND[:, torch.tensor(rows, device=x_1ND.device)]
+                with batch_scope(BatchShape(1, len(rows))):
+                    x_1RD = x_1RD if tp is None else operators.shard(tp, x_1RD, tp.residual)
+                    logits = model.read(x_1RD)[0]
+                return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+            # Logits of a whole prompt would take tokens x vocabulary: they are reduced to scores,
+            # some rows at a time.
+            size = max(SCORED_LOGITS // model.shape.vocab_size, 1)
+            for begin in range(0, len(step.scored), size):
+                some = step.scored[begin : begin + size]
+                tokens, nums = [each.token for each in some], [each.num_top for each in some]
+                scores = scores_of_rows(
+                    read([each.row for each in some]), tokens, nums, step.num_ids
+                )
+                for each, score in zip(some, scores, strict=True):
+                    each.score = score
+            return read(step.rows) if step.rows else x_1ND.new_empty(0, model.shape.vocab_size)
         finally:
             for attention, attend in zip(self._attentions, trained, strict=True):
                 attention.attend = attend
-        return logits[0].to(torch.promote_types(logits.dtype, torch.float32))
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

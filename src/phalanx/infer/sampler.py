@@ -19,16 +19,21 @@ from phalanx.models.random import key, uniform
 
 
 def choose(
-    logits_NV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[int]
+    logits_NV: Tensor,
+    samplings: Sequence[Sampling],
+    numbers: Sequence[int],
+    num_ids: int | None = None,
 ) -> tuple[list[int], list[TokenScore | None]]:
     """Return the next token of each request, and its score if the request has `logprobs`.
 
     Args:
-        logits_NV: logits of any dtype; ids without a token are -inf. A row with a NaN, or whose
-            maximum is infinite, gets the token -1.
+        logits_NV: logits of any dtype. A row with a NaN, or whose maximum is infinite, gets the
+            token -1.
         samplings: sampling options of each request.
         numbers: number of tokens that each request has generated before.
+        num_ids: number of ids that stand for a token; None for all. The others are never chosen.
     """
+    scored_NV, logits_NV = logits_NV, logits_NV[:, :num_ids]
     largest_N, ids_N = logits_NV.max(-1)
     tokens = ids_N.where(largest_N.isfinite(), -1).tolist()
     drawn = [n for n, each in enumerate(samplings) if each.temperature > 0 and tokens[n] >= 0]
@@ -39,14 +44,32 @@ def choose(
             tokens[row] = token
     scores: list[TokenScore | None] = [None] * len(tokens)
     for row, sampling in enumerate(samplings):
-        if sampling.logprobs is None or tokens[row] < 0:
-            continue
-        logprobs_V = torch.log_softmax(logits_NV[row].double(), dim=-1)
-        values, ids = logprobs_V.topk(min(sampling.logprobs, len(logprobs_V)))
-        pairs = zip(ids.tolist(), values.tolist(), strict=True)
-        top = tuple(pair for pair in pairs if math.isfinite(pair[1]))  # -inf: no token
-        scores[row] = TokenScore(float(logprobs_V[tokens[row]]), top)
+        if sampling.logprobs is not None and tokens[row] >= 0:
+            wanted = [tokens[row]], [sampling.logprobs]
+            (scores[row],) = scores_of_rows(scored_NV[row : row + 1], *wanted, num_ids)
     return tokens, scores
+
+
+def scores_of_rows(
+    logits_NV: Tensor, tokens: Sequence[int], nums: Sequence[int], num_ids: int | None = None
+) -> list[TokenScore]:
+    """Return the score of a token in each row, with `nums` alternatives, of ids below `num_ids`.
+
+    As in transformers and vLLM, the probabilities are over all ids of the model.
+    """
+    logprobs_NV = torch.log_softmax(logits_NV.double(), dim=-1)
+    own_N1 = logprobs_NV.gather(1, torch.tensor(tokens, device=logits_NV.device)[:, None])
+    ranks = ((logprobs_NV > own_N1).sum(-1) + 1).tolist()
+    tokens_NV = logprobs_NV[:, :num_ids]
+    values, ids = tokens_NV.topk(min(max(nums), tokens_NV.shape[1]))
+    rows = zip(own_N1[:, 0].tolist(), values.tolist(), ids.tolist(), nums, ranks, strict=True)
+    return [
+        # -inf: no token
+        TokenScore(
+            own, tuple((i, p) for i, p in zip(ids, top, strict=True) if p > -math.inf)[:n], r
+        )
+        for own, top, ids, n, r in rows
+    ]
 
 
 def _draw(logits_NV: Tensor, samplings: Sequence[Sampling], numbers: Sequence[int]) -> list[int]:

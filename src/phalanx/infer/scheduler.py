@@ -50,6 +50,8 @@ class Completion:
         number: index among the completions of one HTTP request.
         tokens: tokens of the prompt and generated tokens.
         scores: score of each generated token, if the options ask for `logprobs`.
+        prompt_scores: score of each prompt token if the options ask for `prompt_logprobs`, None for
+            the first and while not computed; completions of one prompt share the list.
         finish_reason: "stop", "length", "abort" or "error"; None before its end.
         siblings: completions of the same prompt, which fork from this one once its prompt is
             computed.
@@ -66,6 +68,7 @@ class Completion:
     number: int = 0
     tokens: list[int] = field(default_factory=list[int])
     scores: list[TokenScore] = field(default_factory=list[TokenScore])
+    prompt_scores: list[TokenScore | None] = field(default_factory=lambda: [])
     finish_reason: str | None = None
     siblings: list[Completion] = field(default_factory=lambda: [])
     table: BlockTable = field(default_factory=BlockTable)
@@ -243,7 +246,9 @@ class Scheduler:
     def _admit(self, completion: Completion, step: ScheduledStep) -> bool:
         """Schedule the first tokens of a waiting completion; return False if no blocks are left."""
         if not completion.table.blocks:
-            completion.table = self.pool.match(completion.tokens)
+            # A prefix that is found is not computed, so it has no logits to score its tokens by.
+            if None not in completion.prompt_scores[1:]:
+                completion.table = self.pool.match(completion.tokens)
             completion.num_computed = len(completion.table.blocks) * self.pool.block_size
         start, stop = completion.num_computed, self._chunk_end(completion, step)
         copies = self._reserve_beside_others(completion, start, stop)

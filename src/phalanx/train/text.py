@@ -111,11 +111,11 @@ class TextSession(Session):
         self.plan = plan_decoder(job.strategy.of_worker, job.shape, *dtypes, comm.coord("pp"))
         self.model.train()
         with notice_if_slow("building the model"):
-            fill: FirstWeights = (
-                functools.partial(fill_initial, job.shape, job.config.seed)
-                if self.start is None  # else the checkpoint has all trained weights
-                else lambda shard, _name, _full, _offset: shard
-            )
+            fill: FirstWeights = functools.partial(fill_initial, job.shape, job.config.seed)
+            if self.start is not None:  # the checkpoint has all trained weights
+                fill = _keep
+            elif job.published is not None and job.shape.lora is None:
+                fill = fill_from(open_weights(job.published))
             self.base = base_of(job)
             if self.base is not None:
                 trained, frozen = fill, fill_from(self.base.weights)
@@ -250,6 +250,10 @@ class TextSession(Session):
             )
 
 
+def _keep(_shard: torch.Tensor, _name: str, _full: Any, _offset: Any) -> None:
+    """Leave a shard as it is."""
+
+
 @dataclass(frozen=True)
 class Base:
     """The frozen weights that a run adapts; its checkpoints have only their folder and checksum."""
@@ -278,9 +282,9 @@ def base_of(job: Job) -> Base | None:
     Raises:
         CheckpointError: they are missing, damaged, or not those of the checkpoint to resume from.
     """
-    if job.shape.lora is None or job.origin is None:
+    if job.shape.lora is None or job.weights_folder is None:
         return None
-    folder, expected = job.origin.folder, None
+    folder, expected = job.weights_folder, None
     if job.start is not None:
         named, expected = job.start.about.state["base"]
         folder = Path(named)

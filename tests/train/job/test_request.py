@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from model_folder import SHAPE, model_folder
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.config import BatchConfig, TrainConfig
-from phalanx.errors import BatchError, CheckpointError
+from phalanx.config import BatchConfig, CorpusConfig, ShapeConfig, TrainConfig
+from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.models.registry import shape_of
 from phalanx.train.job.request import checkpoint_of, settle
-from phalanx.train.job.resume import as_before
+from phalanx.train.job.resume import as_before, published_folder
 
 OF_A_RUN = {"model": "demo", "batch.global_size": 8, "batch.microbatch": 4}
 
@@ -22,6 +23,7 @@ def write(folder: Path, settings: dict[str, Any]) -> Manifest:
         steps_done=1, num_steps=2, consumed=8, num_ranks=2, strategy="dp2",
         shape=dataclasses.asdict(shape_of("demo")), stream={}, settings=settings,
     )  # fmt: skip
+    folder.mkdir(exist_ok=True)
     manifest.write(folder, about)
     return about
 
@@ -48,3 +50,24 @@ def test_the_ranks_settle_what_is_open() -> None:
     assert (settled.strategy, settled.nproc, settled.model) == ("dp3", 3, "demo")
     with pytest.raises(BatchError, match="4 and 8 are the nearest"):
         settle(TrainConfig(device="cpu", nproc=4, batch=BatchConfig(global_size=7)))
+
+
+def test_a_folder_as_model_is_refused_beside_other_weights(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "tiny")
+    config = TrainConfig(device="cpu", model=str(folder), corpus=CorpusConfig(seq_len=16))
+    settled = settle(config)
+    assert (settled.name, settled.shape, settled.published) == ("tiny", SHAPE, folder)
+    write(tmp_path / "run", {"model": "other"})
+    for words, changes in {
+        "both set the initial weights": {"init": str(tmp_path / "run")},
+        "whose hidden is 16, but the given shape has 32": {"shape": ShapeConfig(hidden=32)},
+        "no/folder, which does not exist": {"model": "no/folder"},
+        "a folder without config.json": {"model": str(tmp_path)},
+        "no preset 'dmeo' \\(did you mean 'demo'": {"model": "dmeo"},
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            settle(dataclasses.replace(config, **changes))
+    with pytest.raises(ConfigError, match="the model of the run to resume is other"):
+        published_folder(config, checkpoint_of(str(tmp_path / "run"), "resume"))
+    with pytest.raises(ConfigError, match="by --init"):
+        settle(dataclasses.replace(config, model=str(tmp_path / "run")))

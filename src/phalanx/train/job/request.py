@@ -54,6 +54,7 @@ class Request:
         batch: global batch, microbatch and accumulation.
         start: checkpoint to resume from, or None.
         init: checkpoint that initializes the weights of a new run, or None.
+        published: Hugging Face folder that `model` names, whose weights a new run begins with.
         choice: lines that describe the planner's choice; empty without `auto`.
     """
 
@@ -65,6 +66,7 @@ class Request:
     batch: BatchPlan
     start: Checkpoint | None
     init: Checkpoint | None
+    published: Path | None
     choice: tuple[str, ...]
 
     @property
@@ -84,6 +86,11 @@ class Request:
     def origin(self) -> Checkpoint | None:
         """The checkpoint from which this process loads its weights, or None."""
         return self.start or self.init
+
+    @property
+    def weights_folder(self) -> Path | None:
+        """The folder from which this process loads its weights, or None."""
+        return self.published if self.origin is None else self.origin.folder
 
     def check_memory(self, *, has_activations: bool) -> None:
         """Check that the run fits this host's memory; counting activations imports torch.
@@ -112,6 +119,8 @@ class Request:
             "batch.microbatch": self.batch.microbatch,
             "batch.accumulation": self.batch.accumulation,
         }
+        if self.published is not None:
+            settled["model"] = str(self.published)
         config = self.config
         for key, value in {**settled, **more}.items():
             config = with_value(config, key, value)
@@ -143,12 +152,13 @@ def settle(config: TrainConfig) -> Request:
         config = with_value(config, "batch.microbatch", AUTO)
     if start is not None:
         config = resume.as_before(config, start.about, strategy.data_ranks)
-    shape = resume.shape_of(config, start or init)
+    published = resume.published_folder(config, start)
+    shape = resume.shape_of(config, start or init, published)
     if start is not None:
         start.about.check_shape(shape)
-    name = resume.name_of(config, shape, start or init)
+    name = resume.name_of(config, shape, start or init, published)
     if config.corpus.seq_len > (longest := shape.max_seq_len):
-        is_fixed = (start or init) is not None and shape.position == "learned"
+        is_fixed = (start or init or published) is not None and shape.position == "learned"
         raise ConfigError(
             f"corpus.seq_len is {config.corpus.seq_len}, but the model's positions end at "
             f"{longest}; set corpus.seq_len to at most {longest}"
@@ -160,7 +170,8 @@ def settle(config: TrainConfig) -> Request:
 
         config, strategy, choice = with_choice(config, strategy, shape, device)
     batch = solve_batch(config.batch, strategy.data_ranks, strategy.pp.degree)
-    request = Request(config, strategy, device, shape, name, batch, start, init, (*choice,))
+    origins = (start, init, published)
+    request = Request(config, strategy, device, shape, name, batch, *origins, (*choice,))
     request.check_memory(has_activations=False)
     return request
 
@@ -236,8 +247,8 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
         return None
     if (Path(path) / "config.json").is_file():
         raise CheckpointError(
-            f"{setting} is {path}, a Hugging Face folder; convert it to a checkpoint by `phalanx "
-            f"convert {path} DST`, and start a run with --init DST"
+            f"{setting} is {path}, a Hugging Face folder; start a run with its weights by "
+            f"--model {path}"
         )
     if setting == "resume":
         from phalanx.checkpoint.files import find_whole  # imports torch

@@ -107,7 +107,7 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
         config.data,
         config.corpus,
         model_vocab_size=request.shape.vocab_size,
-        tokenizer=tokenizer_of(config, request.origin),
+        tokenizer=tokenizer_of(config, request.weights_folder),
         is_follower=is_under_torchrun() and read_rank_env().local_rank > 0,
         progress=progress,
     )
@@ -224,8 +224,8 @@ def facts_of(job: Job) -> dict[str, Any]:
 def words_of(job: Job) -> list[str]:
     """Return lines that describe the run: the planner's choice, model and strategy, then data."""
     tokens, weights = job.tokens, ""
-    if job.origin is not None:
-        weights = f" from {job.origin.folder}"
+    if job.weights_folder is not None:
+        weights = f" from {job.weights_folder}"
     if skipped := left_out(job.config.data):
         skipped = f" (left out: {skipped})"
     held, epochs = tokens.validation.num_tokens, f"{num_epochs(job):.2g}"

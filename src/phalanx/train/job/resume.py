@@ -7,6 +7,7 @@ initializes the weights (--init); a run has at most one of the two.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,10 +21,12 @@ from phalanx.config.file import RUN_FILE, read_values
 from phalanx.config.validate import AUTO
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face import companions
+from phalanx.hugging_face.config import CONFIG
 from phalanx.launch.launched import is_restarted, launched
+from phalanx.models.registry import PRESETS, with_sizes
 from phalanx.models.registry import shape_of as preset
-from phalanx.models.registry import with_sizes
 from phalanx.models.shape import Lora, ModelShape
+from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -112,16 +115,64 @@ _UNNAMED: Final = list[Any]()
 """Settings of this process's run without a folder, if there is one."""
 
 
-def name_of(config: TrainConfig, shape: ModelShape, origin: Checkpoint | None) -> str:
+def published_folder(config: TrainConfig, start: Checkpoint | None) -> Path | None:
+    """Return the Hugging Face folder that `model` names; None if it names a preset or is unset.
+
+    A resumed run has the weights and does not read the folder, which may be gone: None.
+
+    Raises:
+        ConfigError: `model` is neither a preset nor a Hugging Face folder, or `init` is set too, or
+            the run to resume has a model of another name.
+    """
+    if config.model is None or config.model in PRESETS:
+        return None
+    folder = Path(os.getcwd(), os.path.expanduser(config.model))
+    if start is not None:
+        if (before := start.about.settings.get("model")) != folder.name:
+            raise ConfigError(
+                f"model is {config.model}, but the model of the run to resume is {before}; leave "
+                "model out"
+            )
+        return None
+    if not (folder / CONFIG).is_file():
+        if manifest.saved_states(folder) or (folder / manifest.NAME).exists():
+            raise ConfigError(
+                f"model is {config.model}, a run or checkpoint of Phalanx; start a run with its "
+                f"weights by --init {config.model}"
+            )
+        if folder.is_dir():
+            raise ConfigError(
+                f"model is {config.model}, a folder without {CONFIG}; expected a preset, or a "
+                "Hugging Face folder as save_pretrained writes it"
+            )
+        if folder.name == config.model:  # no path, so the name of a preset
+            preset(config.model)  # raises, with the nearest name
+        raise ConfigError(
+            f"model is {config.model}, which does not exist{hint_of_missing(folder)}; expected a "
+            "Hugging Face folder, or a preset"
+        )
+    if config.init is not None:
+        raise ConfigError(
+            f"model is {config.model}, a Hugging Face folder, and init is {config.init}, but both "
+            "set the initial weights; give one of them"
+        )
+    return folder
+
+
+def name_of(
+    config: TrainConfig, shape: ModelShape, origin: Checkpoint | None, published: Path | None
+) -> str:
     """Return the name of the run's model.
 
     With a checkpoint, this is the name in its manifest, else the name of its run folder, else of
-    its own folder. Without one, this is the preset's name, or, if sizes were changed, a name with
-    the number of parameters.
+    its own folder. With a Hugging Face folder, this is the folder's name. Without either, this is
+    the preset's name, or, if sizes were changed, a name with the number of parameters.
     """
     if origin is not None:
         named = origin.about.settings.get("model")
         return named or (manifest.run_of(origin.folder) or origin.folder.resolve()).name
+    if published is not None:
+        return published.name
     name = config.model or DEFAULT_MODEL
     if dataclasses.replace(shape, dropout=0.0) == dataclasses.replace(preset(name), dropout=0.0):
         return name
@@ -133,27 +184,35 @@ def name_of(config: TrainConfig, shape: ModelShape, origin: Checkpoint | None) -
     return f"decoder-{number}"
 
 
-def shape_of(config: TrainConfig, origin: Checkpoint | None) -> ModelShape:
-    """Return the model's shape: from the settings, completed by the checkpoint's shape.
+def shape_of(config: TrainConfig, origin: Checkpoint | None, published: Path | None) -> ModelShape:
+    """Return the model's shape: from the settings, completed by the shape of the weights.
 
-    Dropout does not affect weights, so it may differ from the checkpoint's.
+    Dropout does not affect weights, so it may differ from theirs.
 
     Raises:
-        ConfigError: the settings contradict each other, or the weights of `init`.
+        ConfigError: the settings contradict each other, or the weights of `init` or `model`.
+        CheckpointError: the weights of `model` are damaged, see `open_hugging_face`.
     """
-    named = None if config.model is None else preset(config.model)
-    if origin is None:
+    named = preset(config.model) if config.model in PRESETS else None
+    if origin is None and published is None:
         if config.lora is not None:
             raise ConfigError(
-                f"lora is {config.lora}, but no weights are there to adapt; give them by --init"
+                f"lora is {config.lora}, but no weights are there to adapt; give them by --model "
+                "FOLDER or --init"
             )
         return with_sizes(named or preset(DEFAULT_MODEL), config.shape)
-    from phalanx.checkpoint.weights import shape_in  # imports torch
+    if published is not None:
+        from phalanx.hugging_face.convert import open_hugging_face  # imports torch
 
-    held = shape_in(origin.about, origin.folder)
+        source, held = f"model is {config.model}", open_hugging_face(published).shape
+    else:
+        from phalanx.checkpoint.weights import shape_in  # imports torch
+
+        assert origin is not None, "one of the two has weights"
+        source, held = f"init is {config.init}", shape_in(origin.about, origin.folder)
     wanted = with_sizes(named or held, config.shape)
     lora = None if config.lora is None else Lora.parse(config.lora, held.mlp)
-    if config.init is None:
+    if config.resume is not None:
         if lora != held.lora:
             raise ConfigError(
                 f"lora is {config.lora}, but the run was made with other adapters; leave it out"
@@ -166,28 +225,30 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None) -> ModelShape:
         if asked != value and name != "dropout":
             words = f"model {config.model} with the given shape" if named else "the given shape"
             raise ConfigError(
-                f"init is {config.init}, weights of a model whose {name} is {value}, but {words} "
-                f"has {asked}; the run takes the checkpoint's shape, so leave model and shape out"
+                f"{source}, weights of a model whose {name} is {value}, but {words} has {asked}; "
+                f"the run takes the shape of the weights, so leave "
+                f"{'model and shape' if published is None else 'shape'} out"
             )
     dropout = config.shape.dropout
     dropout = held.dropout if dropout is None else dropout
     return dataclasses.replace(held, dropout=dropout, lora=lora)
 
 
-def tokenizer_of(config: TrainConfig, origin: Checkpoint | None) -> str | None:
-    """Return the tokenizer.json to use: `config.tokenizer`, else the checkpoint's, if any.
+def tokenizer_of(config: TrainConfig, folder: Path | None) -> str | None:
+    """Return the tokenizer.json to use: `config.tokenizer`, else the one in `folder`.
 
-    With `corpus.vocab_size` set, a new tokenizer is trained, and the checkpoint's is not used.
+    With `corpus.vocab_size` set, a new tokenizer is trained, and the one in `folder` is not used.
 
     Raises:
-        ConfigError: the checkpoint of `init` has no tokenizer, and the settings give none.
+        ConfigError: the folder of `init` or `model` has no tokenizer, and the settings give none.
     """
-    if config.tokenizer is not None or origin is None or config.corpus.vocab_size is not None:
+    if config.tokenizer is not None or folder is None or config.corpus.vocab_size is not None:
         return config.tokenizer
-    found = companions.tokenizer_of(origin.folder)
-    if found is None and config.init is not None:
+    found = companions.tokenizer_of(folder)
+    if found is None and config.resume is None:
+        source = f"model is {config.model}" if config.init is None else f"init is {config.init}"
         raise ConfigError(
-            f"init is {config.init}, which has no {companions.TOKENIZER}, so the tokens of "
+            f"{source}, which has no {companions.TOKENIZER}, so the tokens of "
             "the rows of its embedding are unknown; give the tokenizer by --tokenizer, or train a "
             "new one by --corpus.vocab-size"
         )

@@ -139,8 +139,8 @@ def keep_origin(job: Job) -> None:
     """
     job.out.mkdir(parents=True, exist_ok=True)
     keep_tokenizer(job.tokens.tokenizer, job.out)
-    if job.origin is not None:
-        keep_family(job.origin.folder, job.out)
+    if job.weights_folder is not None:
+        keep_family(job.weights_folder, job.out)
     file, state = job.out / RUN_FILE, launched()
     if state is None or state.run is None or not file.exists():  # else the first generation's stay
         replace_file(file, (_HEAD + to_toml(stored_settings(job.config))).encode())
