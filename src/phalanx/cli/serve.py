@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from phalanx.config.command_line import read_words
 from phalanx.config.fields import Positional, Range, check_values
@@ -61,6 +61,9 @@ class ServeConfig(EngineConfig):
     from then on."""
     grace_s: Annotated[float, Range(0, 10**6, "[]")] = 25.0
     """Seconds that running requests have to end after SIGTERM or Ctrl-C; then they get an error."""
+    tool_call_parser: Literal["auto", "hermes", "mistral", "llama3_json"] = "auto"
+    """Format of a model's calls of tools: of Hermes and Qwen, Mistral, or Llama 3; auto: the one in
+    its chat template."""
     properties: str | None = None
     """A serving.properties of LMI, whose options stand for options here; the command line wins."""
 
@@ -203,7 +206,7 @@ def _serve(
         is_local=config.api_key is None and _is_loopback(config.host),
     )
     served = replace(served, name=config.served_model_name or served.name)
-    app = app_of(served, engine, limits, config.follow)
+    app = app_of(served, engine, limits, config.follow, config.tool_call_parser)
     close = app.state.gateway.close
     pool = engine.scheduler.pool
     terminal.say(

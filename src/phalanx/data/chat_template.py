@@ -62,6 +62,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
+        values: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the text of messages.
 
@@ -69,15 +70,15 @@ class ChatTemplate:
             messages: messages with `role`, `content` and what else the template reads.
             tools: JSON schemas of the functions that the model may call.
             add_generation_prompt: whether the text ends with the start of an answer.
+            values: further variables of the template.
 
         Raises:
             ConfigError: the template raises an error for these messages.
         """
-        names: dict[str, Any] = {**self._names, "tools": tools}
+        names: dict[str, Any] = {**self._names, **(values or {}), "tools": tools}
+        names |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **names
-            )
+            text = self._template.render(names)
             text.encode()  # raises for half of a surrogate pair
         except Exception as error:  # a template is a program: it may raise anything
             raise ConfigError(

@@ -30,6 +30,7 @@ from phalanx.infer.quantize import quantize_linears
 from phalanx.infer.runner import ModelRunner
 from phalanx.infer.scheduler import Scheduler
 from phalanx.infer.served import Served, fill_from, open_served
+from phalanx.infer.speculation import Ngrams
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import run_ranks
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
@@ -81,6 +82,7 @@ def with_engine(folder: Path, config: EngineConfig, work: Work) -> Any:
             f"{' and '.join(KINDS)}; the nearest are tp{degree} and tp{degree}:megatron. A "
             "checkpoint can be read whichever strategy wrote it"
         )
+    Ngrams.parse(config.speculative)  # raises before the weights are read
     served = open_served(folder)
     if strategy.num_ranks == 1 and not (is_under_torchrun() and read_rank_env().num_ranks > 1):
         return work(served, engine_of(served, config))
@@ -214,10 +216,15 @@ def assemble(
     pool: BlockPool,
 ) -> Engine:
     """Return an engine that runs its steps by `runner` and allocates blocks from `pool`."""
+    ngrams = Ngrams.parse(config.speculative)
     return Engine(
         runner,
         Scheduler(
-            pool, budget=config.budget, slots=config.slots, is_chunked=config.chunked_prefill
+            pool,
+            budget=config.budget,
+            slots=config.slots,
+            is_chunked=config.chunked_prefill,
+            guess=ngrams and ngrams.draft,
         ),
         max_seq_len=served.weights.shape.max_seq_len,
         end_ids=served.end_ids,

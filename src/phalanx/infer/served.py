@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.untrusted import brief, decode, read_json
 from phalanx.checkpoint.weights import Weights
-from phalanx.data.tokenizer import load_tokenizer
+from phalanx.data.tokenizer import count_ids, load_tokenizer
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.companions import (
     TOKENIZER_CONFIG,
@@ -60,7 +60,12 @@ class Served:
     template_names: dict[str, str]
 
     def encode(
-        self, text: str, most: int | None = None, rendered: Tokenizer | None = None
+        self,
+        text: str,
+        most: int | None = None,
+        rendered: Tokenizer | None = None,
+        *,
+        has_begin: bool | None = None,
     ) -> list[int]:
         """Return the tokens of a prompt, with `begin_ids`.
 
@@ -68,14 +73,14 @@ class Served:
             text: prompt.
             most: most tokens of a prompt; a text that surely has more is refused unencoded.
             rendered: tokenizer of a text that a chat template has rendered, with begin tokens.
+            has_begin: whether to add begin tokens; if None, all texts but rendered ones get them.
 
         Raises:
             ConfigError: the tokenizer, or the model, has no token for a part of the text.
             RequestError: the text has more than `most` tokens.
         """
-        tokenizer, begin_ids = self.tokenizer, self.begin_ids
-        if rendered is not None:
-            tokenizer, begin_ids = rendered, ()
+        tokenizer = rendered or self.tokenizer
+        begin_ids = self.begin_ids if (rendered is None if has_begin is None else has_begin) else ()
         try:
             if most is not None and (longest := self._longest_token_bytes) is not None:
                 normalizer: Any = self.tokenizer.normalizer
@@ -100,6 +105,11 @@ class Served:
                 "folder of its weights"
             )
         return tokens
+
+    @cached_property
+    def num_ids(self) -> int:
+        """Number of ids that both the model and the tokenizer have."""
+        return min(self.weights.shape.vocab_size, count_ids(self.tokenizer))
 
     @cached_property
     def _longest_token_bytes(self) -> int | None:
