@@ -210,8 +210,23 @@ def open_weights(source: Path, base: Path | None = None) -> Weights:
             "folder of the base by --base"
         )
     below = open_weights(base or Path(str(named)))
-    read = adapters.read_peft(source, below.shape, names_of(below))
-    return adapters.merged(below, read, below.folder)
+    return adapters.merged(below, read_adapters(source, below), below.folder)
+
+
+def read_adapters(source: Path, base: Weights) -> adapters.Adapters:
+    """Read the adapters of `base` in a folder of PEFT, a run with adapters or its checkpoint.
+
+    Raises:
+        CheckpointError: it has none, is damaged, or is of another model.
+    """
+    if kind_of(source) == "peft":
+        return adapters.read_peft(source, base.shape, names_of(base))
+    weights = open_checkpoint(source) if kind_of(source) == "phalanx" else None
+    if weights is None or weights.base is None:
+        raise CheckpointError(f"{source} has no adapters; expected {adapters.CONFIG} of PEFT")
+    if dataclasses.replace(weights.shape, lora=None, dropout=base.shape.dropout) != base.shape:
+        raise CheckpointError(f"{source} has adapters of a model of another shape")
+    return adapters.adapters_in(weights)
 
 
 def names_of(weights: Weights) -> str:

@@ -5,6 +5,7 @@ The folder is a run, a checkpoint of any strategy, or a Hugging Face model: a ru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +29,7 @@ from phalanx.hugging_face.companions import (
 )
 from phalanx.hugging_face.convert import open_weights
 from phalanx.hugging_face.folder import is_hugging_face
+from phalanx.infer.adapters import AdapterSet, stacked
 from phalanx.infer.options import RequestError
 from phalanx.storage import read_text
 
@@ -49,6 +51,7 @@ class Served:
         end_ids: ids of the tokens that end a text.
         chat_templates: name -> Jinja source of a chat template; see `DEFAULT`.
         template_names: variables for a template, such as `bos_token`.
+        adapters: adapters in `weights` that requests name; None without any.
     """
 
     name: str
@@ -58,6 +61,7 @@ class Served:
     end_ids: tuple[int, ...]
     chat_templates: dict[str, str]
     template_names: dict[str, str]
+    adapters: AdapterSet | None = None
 
     def encode(
         self,
@@ -126,14 +130,18 @@ class Served:
         return max(len(t) if letters.issuperset(t) else len(t.encode()) for t in tokens)
 
 
-def open_served(path: Path) -> Served:
+def open_served(path: Path, lora_modules: Sequence[str] = ()) -> Served:
     """Open a run, a checkpoint of a run, a Hugging Face folder, or adapters of PEFT.
+
+    `lora_modules` are adapters beside it, see `adapters.stacked`.
 
     Raises:
         CheckpointError: `path` is none of these, is damaged, or has no tokenizer.
         ConfigError: its config.json describes a model that is not supported.
     """
-    weights = open_weights(path)
+    weights, adapters = open_weights(path), None
+    if lora_modules:
+        weights, adapters = stacked(weights, lora_modules)
     file = tokenizer_of(weights.folder)
     if file is None:
         raise CheckpointError(f"{weights.folder} has no tokenizer.json; put the model's file there")
@@ -152,6 +160,7 @@ def open_served(path: Path) -> Served:
         end_ids=_several(ids["eos_token_id"]),
         chat_templates=_templates(weights.folder),
         template_names=names,
+        adapters=adapters,
     )
 
 
