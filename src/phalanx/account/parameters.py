@@ -61,10 +61,10 @@ def num_parameters(shape: ModelShape) -> Parameters:
     outputs = {"q": query_width, "k": kv_width, "v": kv_width, "gate": shape.ffn, "up": shape.ffn}
     inputs = {"output": query_width, "down": shape.ffn}
     adapters = 0
-    for target in () if shape.lora is None else shape.lora.targets:
-        linear = target.rpartition(".")[2]
-        num_in, num_out = inputs.get(linear, shape.hidden), outputs.get(linear, shape.hidden)
-        adapters += shape.lora.rank * (num_in + num_out)
+    if (lora := shape.lora) is not None:
+        for linear in (target.rpartition(".")[2] for target in lora.targets):
+            num_in, num_out = inputs.get(linear, shape.hidden), outputs.get(linear, shape.hidden)
+            adapters += lora.rank * (num_in + num_out)
 
     return Parameters(
         embedding=vocabulary,

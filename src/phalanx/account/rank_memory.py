@@ -121,8 +121,8 @@ def memory(
             cut = schedule = None
             if strategy.pp.degree > 1:
                 cut, schedule = cut_of(strategy, shape), schedule_of(strategy, step.accumulation)
-            stages = () if schedule is None else schedule.stages_of(pp_rank)
-            num, num_trained = parameters_of(shape, cut, stages)
+            of_rank = () if schedule is None else schedule.stages_of(pp_rank)
+            num, num_trained = parameters_of(shape, cut, of_rank)
             item_bytes = {"float64": 8, "float32": 4}.get(model.precision, 2)
             frozen = (num - num_trained) // strategy.tp.degree // strategy.num_shards * item_bytes
             split = num_trained // strategy.tp.degree * max(4, item_bytes)

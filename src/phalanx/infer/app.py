@@ -212,7 +212,9 @@ class Gateway:
     async def responses(self, request: Request) -> Response:
         """Answer `/v1/responses`."""
         body: ResponseBody = await self._body(request, ResponseBody)
-        return await self._chat_answer(request, body.chat, ResponseAnswer(body, self.served.name))
+        return await self._chat_answer(
+            request, body.chat, ResponseAnswer(body, body.model or self.served.name)
+        )
 
     async def _chat_answer(
         self, request: Request, body: ChatBody, answer: ResponseAnswer | None = None
