@@ -139,12 +139,7 @@ def _is_left(folder: Path) -> bool:
     return folder.is_symlink() or has_ours
 
 
-ADAPTER: Final = "adapter"
-"""Folder in a checkpoint: its adapters as PEFT stores them, for other programs."""
-
-_OURS = re.compile(
-    rf"rank-[0-9]+\.safetensors|{re.escape(index.NAME)}|{re.escape(manifest.NAME)}|{ADAPTER}"
-)
+_OURS = re.compile(rf"rank-[0-9]+\.safetensors|{re.escape(index.NAME)}|{re.escape(manifest.NAME)}")
 """Names of the files of a checkpoint."""
 
 
@@ -153,11 +148,7 @@ def _no_report() -> None:
 
 
 def publish(
-    partial: Path,
-    final: Path,
-    about: Manifest,
-    moved: Callable[[], None] = _no_report,
-    write_more: Callable[[Path], None] = lambda _: None,
+    partial: Path, final: Path, about: Manifest, moved: Callable[[], None] = _no_report
 ) -> None:
     """Write the manifest into `partial`, sync the folder to disk, and rename it to `final`.
 
@@ -169,7 +160,6 @@ def publish(
         final: folder of the checkpoint.
         about: manifest of the checkpoint, with the checksums of the files.
         moved: called after each step that waits for the disk.
-        write_more: called with the folder once all files and the manifest are in it.
 
     Raises:
         CheckpointError: a file that a rank has written is missing.
@@ -182,7 +172,6 @@ def publish(
                 "disk that all hosts share"
             )
     manifest.write(partial, about)
-    write_more(partial)
     sync(partial / manifest.NAME)
     moved()
     # Replacing a checkpoint, and what a kill after each line leaves as the checkpoint of step N:

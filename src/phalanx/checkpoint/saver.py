@@ -78,7 +78,7 @@ class Saver:
     between saves.
 
     Attributes:
-        write_more: called on rank 0 with the folder of each checkpoint before it is published.
+        after_publish: called on rank 0 with the folder of each checkpoint.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Saver:
         """
         self.run = run
         self.keep = keep
-        self.write_more: Callable[[Path], None] = lambda _: None
+        self.after_publish: Callable[[Path], None] = lambda _: None
         self._lock = RunLock(run)
         doing = f"cannot save in {run}"
         mark = on_first_rank(self._claim, doing)
@@ -261,7 +261,8 @@ class Saver:
         """Publish a save on rank 0, once all ranks have written their files."""
         moved = partial(self._progress.report_publishing, save.number)
         moved()
-        publish(save.partial, save.final, about, moved, self.write_more)
+        publish(save.partial, save.final, about, moved)
+        self.after_publish(save.final)
         # Before the others are notified, so that an error is raised on every rank.
         remove_older(self.run, self.keep, save.best, moved)
 

@@ -26,8 +26,8 @@ from phalanx.checkpoint.untrusted import brief, read_json
 from phalanx.checkpoint.weights import Weights, open_checkpoint, sizes_of
 from phalanx.data.survey import Progress, no_progress
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.hugging_face import adapters
 from phalanx.hugging_face import folder as folders
+from phalanx.hugging_face import peft_folder
 from phalanx.hugging_face.companions import (
     ORIGIN,
     copy_companions,
@@ -141,13 +141,13 @@ def kind_of(source: Path) -> Kind:
         raise CheckpointError(f"{source} is a file; expected the folder it is in: {source.parent}")
     if folders.is_hugging_face(source):  # even if it has a manifest.json too
         return "hugging face"
-    if (source / adapters.CONFIG).is_file():
+    if (source / peft_folder.CONFIG).is_file():
         return "peft"
     if (source / manifest.NAME).exists() or (manifest.run_folder(source) / "checkpoints").is_dir():
         return "phalanx"
     raise CheckpointError(
         f"{source} is neither a Hugging Face folder ({folders.CONFIG} and *.safetensors) nor "
-        f"adapters of PEFT ({adapters.CONFIG}) nor "
+        f"adapters of PEFT ({peft_folder.CONFIG}) nor "
         f"a checkpoint ({manifest.NAME}) nor a run (checkpoints/step-*)"
     )
 
@@ -202,31 +202,31 @@ def open_weights(source: Path, base: Path | None = None) -> Weights:
                 f"{weights.folder} has adapters of {folder}, whose sha256 was {expected:.12}; it "
                 f"is {actual:.12} now: the weights have changed"
             )
-        return adapters.merged(below, adapters.adapters_in(weights), weights.folder)
-    named = read_json(source / adapters.CONFIG).get("base_model_name_or_path")
+        return peft_folder.merged(below, peft_folder.adapters_in(weights), weights.folder)
+    named = read_json(source / peft_folder.CONFIG).get("base_model_name_or_path")
     if base is None and not (isinstance(named, str) and Path(named).is_dir()):
         raise CheckpointError(
             f"{source} has adapters of {brief(named)}, which is no folder here; convert takes the "
             "folder of the base by --base"
         )
     below = open_weights(base or Path(str(named)))
-    return adapters.merged(below, read_adapters(source, below), below.folder)
+    return peft_folder.merged(below, read_adapters(source, below), below.folder)
 
 
-def read_adapters(source: Path, base: Weights) -> adapters.Adapters:
+def read_adapters(source: Path, base: Weights) -> peft_folder.Adapters:
     """Read the adapters of `base` in a folder of PEFT, a run with adapters or its checkpoint.
 
     Raises:
         CheckpointError: it has none, is damaged, or is of another model.
     """
     if kind_of(source) == "peft":
-        return adapters.read_peft(source, base.shape, names_of(base))
+        return peft_folder.read_peft(source, base.shape, names_of(base))
     weights = open_checkpoint(source) if kind_of(source) == "phalanx" else None
     if weights is None or weights.base is None:
-        raise CheckpointError(f"{source} has no adapters; expected {adapters.CONFIG} of PEFT")
+        raise CheckpointError(f"{source} has no adapters; expected {peft_folder.CONFIG} of PEFT")
     if dataclasses.replace(weights.shape, lora=None, dropout=base.shape.dropout) != base.shape:
         raise CheckpointError(f"{source} has adapters of a model of another shape")
-    return adapters.adapters_in(weights)
+    return peft_folder.adapters_in(weights)
 
 
 def names_of(weights: Weights) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.adapters import save_adapters
 from phalanx.checkpoint.files import find_whole
 from phalanx.checkpoint.in_memory import pace_of, recover
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
@@ -62,6 +63,7 @@ class Saves:
             about = manifest_of(self._strategy, prepared.steps_done)
             self._state(model).begin_save(saver, about, replaces=True)
             saver.finish()
+            save_adapters(model, saver.run)
         saved = manifest.folder_of(saver.run, about.steps_done)
         _note_position(saver.run, saved)
         return saved

@@ -24,6 +24,7 @@ from torch import nn
 
 from phalanx.account.flops import Flops
 from phalanx.account.planned import PlannedStep
+from phalanx.checkpoint.adapters import save_adapters
 from phalanx.checkpoint.frozen import FrozenWeights
 from phalanx.checkpoint.in_memory import pace_of
 from phalanx.checkpoint.manifest import Checkpoint, Manifest, complete_checkpoints
@@ -260,6 +261,7 @@ class Session(ABC):
             CheckpointError: the previous checkpoint could not be written.
         """
         self.state.begin_save(self.saver, self.manifest(is_passing=is_passing))
+        save_adapters(self.step.model, self.saver.run, self.comm.size("pp"))
 
     def save_in_memory(self) -> None:
         """Begin to save in memory if such a save is due after the latest step."""

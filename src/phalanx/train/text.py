@@ -20,7 +20,7 @@ from phalanx.account.flops import Flops, step_flops
 from phalanx.account.parameters import num_parameters
 from phalanx.account.planned import DecoderModel, PlannedStep, decoder_step
 from phalanx.checkpoint import state
-from phalanx.checkpoint.files import ADAPTER
+from phalanx.checkpoint.adapters import FOLDER
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.run_state import Stateful
 from phalanx.checkpoint.weights import Weights, open_checkpoint
@@ -30,8 +30,8 @@ from phalanx.data.loader import Loader, evaluation_batches, evaluation_rows, str
 from phalanx.data.samples import Batch
 from phalanx.data.tokenizer import load_tokenizer
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.hugging_face.adapters import write_peft
 from phalanx.hugging_face.convert import checksum_of, names_of, open_weights
+from phalanx.hugging_face.peft_folder import CONFIG, write_peft
 from phalanx.infer.served import fill_from
 from phalanx.measure.environment import free_memory_bytes
 from phalanx.measure.peaks import Arithmetic
@@ -41,6 +41,7 @@ from phalanx.models.initial import fill_initial
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.plan import FirstWeights, plan_decoder
 from phalanx.report.terminal import Terminal
+from phalanx.storage import new_folder, remove_folder
 from phalanx.train.callback import Callbacks
 from phalanx.train.job.resolve import Job, manifest_of
 from phalanx.train.job.run_folder import keep_origin
@@ -124,7 +125,7 @@ class TextSession(Session):
                     return (trained if ".lora_" in name else frozen)(shard, name, *size)
 
                 fill = fill_both
-                self.saver.write_more = self.base.write_adapters
+                self.saver.after_publish = self.base.write_adapters
             runner = self.plan.build(comm, fill)
         if job.init is not None and self.base is None:
             with notice_if_slow(f"reading weights from {job.init.folder}"):
@@ -255,7 +256,7 @@ def _keep(_shard: torch.Tensor, _name: str, _full: Any, _offset: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Base:
+class AdaptedBase:
     """The frozen weights that a run adapts; its checkpoints have only their folder and checksum."""
 
     weights: Weights
@@ -269,14 +270,21 @@ class Base:
         """Do nothing: `base_of` has opened the base of the checkpoint."""
 
     def write_adapters(self, checkpoint: Path) -> None:
-        """Write the adapters of a checkpoint as PEFT's folder into it, if PEFT knows the model."""
-        with suppress(ConfigError):  # no family computes the shape
+        """Write the adapters of a checkpoint as PEFT's folder beside the checkpoints of its run.
+
+        No folder is written for a shape that no Hugging Face model type computes.
+        """
+        with suppress(ConfigError):
             family, weights = names_of(self.weights), open_checkpoint(checkpoint)
-            write_peft(checkpoint / ADAPTER, weights, str(self.weights.folder.absolute()), family)
+            final = checkpoint.parent.parent / FOLDER
+            with new_folder(final) as folder:
+                write_peft(folder, weights, str(self.weights.folder.absolute()), family)
+                if (final / CONFIG).is_file():
+                    remove_folder(final)
             weights.close()
 
 
-def base_of(job: Job) -> Base | None:
+def base_of(job: Job) -> AdaptedBase | None:
     """Open the frozen weights of a job with adapters; None without; all ranks call this.
 
     Raises:
@@ -296,7 +304,7 @@ def base_of(job: Job) -> Base | None:
             f"{doing}: its weights have changed since the run began; their sha256 was "
             f"{expected:.12} and is {checksum:.12}"
         )
-    return Base(weights, checksum)
+    return AdaptedBase(weights, checksum)
 
 
 def loader_of(job: Job, data_rank: int) -> Loader:

@@ -28,7 +28,6 @@ from phalanx.parallel.batch_shape import BatchShape, batch_shape
 from phalanx.parallel.tensor import operators
 from phalanx.parallel.tensor.fused import maps_of
 from phalanx.parallel.tensor.layers import (
-    bind_local,
     matrix_of,
     replace_forward,
     shard_of_parameter,
@@ -64,10 +63,6 @@ def bind_branch(
     if hasattr(module, "config") and any(len(each) > 1 for each in parts):
         module.config = copy.copy(module.config)
         _divide_heads(module.config, layout)
-    # A of an adapter, full on every rank, is one more factor: it needs no further communication.
-    adapted = [each for each in columns if isinstance(each, Linear)]
-    factors = [each.lora_A for each in adapted if each.lora_A is not None]
-    columns, parts = [*columns, *factors], [*parts, *[(1,)] * len(factors)]
     own, products = module.forward, _Products(module, layout, columns, parts)
 
     def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -81,9 +76,9 @@ def bind_branch(
     replace_forward(module, forward)
     for column in columns:
         replace_forward(column, products.take)
-    for column in adapted:
-        if column.lora_B is not None:
-            bind_local(column.lora_B, layout)
+    for each in cast("list[Any]", [*module.modules()]):
+        if hasattr(each, "cast_input_dtype_enabled"):  # PEFT would copy the placeholder
+            each.cast_input_dtype_enabled = False
 
 
 class _Products:
@@ -103,10 +98,19 @@ class _Products:
 
     def make(self, x: Tensor, shape: BatchShape) -> Tensor:
         """Multiply x by all column weights, store the products, and return the placeholder."""
-        weights = [matrix_of(column) for column in self._parts_of]
-        results = operators.column_parallel_linear(self._layout, x, weights, shape.length)
-        self._ready.update(zip(self._parts_of, results, strict=True))
-        sizes = (*results[0].shape[:2], x.shape[2])
+        weights = {column: matrix_of(column) for column in self._parts_of}
+        # Adapters in float32 beside a base in bfloat16 read x in float32, as on one process.
+        first, *others = dict.fromkeys(weight.dtype for weight in weights.values())
+        for dtype in (first, *others):
+            columns = [column for column, weight in weights.items() if weight.dtype == dtype]
+            results = operators.column_parallel_linear(
+                self._layout,
+                x if dtype == first else x.to(dtype),
+                [weights[column] for column in columns],
+                shape.length,
+            )
+            self._ready.update(zip(columns, results, strict=True))
+        sizes = (*next(iter(self._ready.values())).shape[:2], x.shape[2])
         self._placeholder = x.new_full((), torch.nan).expand(*sizes)
         return self._placeholder
 

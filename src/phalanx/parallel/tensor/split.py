@@ -12,13 +12,11 @@ from torch import nn
 from phalanx.comm.algorithms.steps import runs_of
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
-from phalanx.errors import StrategyError
 from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.reduce import GradientReducer, ReplicaReducer
 from phalanx.parallel.split import ParameterSplit, Shape, Split, Target, TensorKind
 from phalanx.parallel.tensor import account, apply
 from phalanx.parallel.tensor.check import check
-from phalanx.parallel.tensor.one_d import OneD
 from phalanx.parallel.tensor.placed import sharded_parameters
 from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.strategy import Strategy
@@ -37,12 +35,6 @@ class TensorSplit(Split):
     def __init__(self, target: Target) -> None:
         super().__init__(target)
         self.layout = apply.layout_of(target.strategy)
-        shape = target.skeleton.shape
-        if shape is not None and shape.lora is not None and not isinstance(self.layout, OneD):
-            raise StrategyError(
-                f"{Strategy(tp=target.strategy.tp)} does not split adapters of lora; the nearest "
-                f"is tp{target.strategy.tp.degree}"
-            )
         self.bindings = bind_roles(target.skeleton.model, target.roles)
         self.placed = sharded_parameters(target.skeleton, self.bindings, self.layout)
         self.row_shards = self.layout.residual.num_shards(0, self.layout.comm)

@@ -136,10 +136,10 @@ def _scaling(config: Mapping[str, Any], module: str, rank: int, folder: Path) ->
 
 
 def write_peft(folder: Path, weights: Weights, base: str, family: str) -> None:
-    """Write the adapters of a run's checkpoint as PEFT's folder, which must not exist.
+    """Write the adapters of a run's checkpoint as PEFT's folder.
 
     Args:
-        folder: folder to make.
+        folder: an empty folder.
         weights: the checkpoint.
         base: folder of the base, for whoever loads the adapters.
         family: Hugging Face model type of the base.
@@ -167,7 +167,6 @@ def write_peft(folder: Path, weights: Weights, base: str, family: str) -> None:
         if len(lora_A) != lora.rank:
             ranks[target] = len(lora_A)
     alphas = {name: _alpha(lora, rank) for name, rank in ranks.items()}
-    folder.mkdir()
     infos = {name: TensorInfo(t.dtype, tuple(t.shape)) for name, t in sorted(tensors.items())}
     tensor_file.write(folder / MODEL, infos, (tensors[name].contiguous() for name in infos))
     write_json(
