@@ -148,7 +148,7 @@ def opened_apart(run: Path, found: list[list[int]]) -> str:
 
     assembly.open_served = opened
     try:
-        return assembly._open_together(run).weights.folder.name  # pyright: ignore[reportPrivateUsage]
+        return assembly._open_together(run, ()).weights.folder.name  # pyright: ignore[reportPrivateUsage]
     except CheckpointError as error:
         return str(error)
 

@@ -19,7 +19,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -77,6 +77,9 @@ class Saver:
 
     Every rank creates a saver, and all ranks call `begin` and `finish` together. `keep` may change
     between saves.
+
+    Attributes:
+        after_publish: called on rank 0 with the folder of each checkpoint.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Saver:
         """
         self.run = run
         self.keep = keep
+        self.after_publish: Callable[[Path], None] = lambda _: None
         self._lock = RunLock(run)
         doing = f"cannot save in {run}"
         mark = on_first_rank(self._claim, doing)
@@ -260,6 +264,7 @@ class Saver:
         moved()
         self._lock.fence()
         publish(save.partial, save.final, about, moved)
+        self.after_publish(save.final)
         # Before the others are notified, so that an error is raised on every rank.
         remove_older(self.run, self.keep, save.best, moved)
         upload_run(self.run)

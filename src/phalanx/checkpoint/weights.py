@@ -34,6 +34,8 @@ class Weights:
     Attributes:
         folder: folder of the weights.
         shape: shape of the model.
+        base: folder and checksum of the frozen weights, which a checkpoint of adapters lacks; None
+            if it has all weights.
         read: returns the full tensor of a parameter by its name.
         close: closes the files, which are open from the start because a run may remove its
             checkpoint, and whose disk space is in use until then. A later `read` opens them again.
@@ -44,6 +46,7 @@ class Weights:
     shape: ModelShape
     read: Callable[[str], Tensor]
     close: Callable[[], None] = lambda: None
+    base: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,13 @@ def open_checkpoint(path: Path) -> Weights:
         except (CheckpointError, OSError) as error:
             raise CheckpointError(f"cannot read the weights in {folder}: {error}") from error
 
-    return Weights(folder, shape, read, opened.close)
+    base = None
+    if shape.lora is not None:
+        try:
+            base = decode(tuple[str, str], about.state.get("base"), "its base")
+        except ValueError as error:
+            raise CheckpointError(f"cannot read {folder / manifest.NAME}: {error}") from error
+    return Weights(folder, shape, read, opened.close, base)
 
 
 def shape_in(about: Manifest, folder: Path) -> ModelShape:
@@ -166,9 +175,9 @@ def shape_in(about: Manifest, folder: Path) -> ModelShape:
 
 
 def sizes_of(shape: ModelShape) -> dict[str, torch.Size]:
-    """Return the size of each parameter of `Decoder(shape)`, by name."""
+    """Return the size of each trained parameter of `Decoder(shape)`, by name."""
     with torch.device("meta"):
-        return {name: tensor.shape for name, tensor in Decoder(shape).named_parameters()}
+        return {n: p.shape for n, p in Decoder(shape).named_parameters() if p.requires_grad}
 
 
 def load_decoder(weights: Weights, dtype: torch.dtype, device: torch.device | str) -> Decoder:

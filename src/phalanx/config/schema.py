@@ -274,6 +274,9 @@ class TrainConfig(JobConfig):
     init: Annotated[str | None, Use.PATH | Use.NOT_RESUMED] = None
     """A checkpoint, or a run folder, to take the first weights from, and nothing else; the model
     then has that checkpoint's shape."""
+    lora: Annotated[str | None, Use.RESOLVED] = None
+    """Train low-rank adapters of the model of `init`, and freeze the rest: r=16,alpha=32 and
+    targets=q_proj+v_proj, by default all-linear; rslora divides alpha by the root of r."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     """Sizes that replace the preset's."""
     corpus: CorpusConfig = field(default_factory=CorpusConfig)

@@ -22,7 +22,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -152,6 +152,8 @@ class Gateway:
         self.metrics = ServerMetrics(engine)
         self.thread = EngineThread(engine, self.metrics, limits.max_waiting)
         self._most_tokens = engine.max_total_tokens
+        names = () if served.adapters is None else served.adapters.names
+        self._adapters = {name: number for number, name in enumerate(names, 1)}
         self._chat = Chat(served)
         self._family = FAMILIES.get(tool_call_parser) or family_of(self._chat.source)
         self._grammars = Grammars(served.tokenizer, served.end_ids)
@@ -211,7 +213,9 @@ class Gateway:
     async def responses(self, request: Request) -> Response:
         """Answer `/v1/responses`."""
         body: ResponseBody = await self._body(request, ResponseBody)
-        return await self._chat_answer(request, body.chat, ResponseAnswer(body, self.served.name))
+        return await self._chat_answer(
+            request, body.chat, ResponseAnswer(body, body.model or self.served.name)
+        )
 
     async def _chat_answer(
         self, request: Request, body: ChatBody, answer: ResponseAnswer | None = None
@@ -361,7 +365,7 @@ class Gateway:
 
     def check_model(self, name: str) -> None:
         """Raise RequestError if `name` is not the served model."""
-        if name not in (self.served.name, *self.limits.names):
+        if name not in (self.served.name, *self.limits.names, *self._adapters):
             raise RequestError(
                 f"there is no model {name!r:.99}; the served model is {self.served.name!r}",
                 "model",
@@ -392,13 +396,17 @@ class Gateway:
         if (constraint := constraint or body.constraint) is not None:
             with about_field(constraint.field):
                 grammar = await asyncio.to_thread(self._grammars.compile, *constraint)
+        served, adapter = self.served, self._adapters.get(body.model or "", 0)
+        if adapter:
+            served = replace(served, name=str(body.model))
         formatter = answer or Answer(
-            *(self.served, logprobs), is_chat=is_chat, echoes=echoes, body=body, new_parser=calls
+            *(served, logprobs), is_chat=is_chat, echoes=echoes, body=body, new_parser=calls
         )
         completions, arriving = self.thread.submit(
             *(prompts, samplings, "messages" if is_chat else "prompt"),
             grammar=grammar,
             skips_special=calls is None,
+            adapter=adapter,
         )
 
         async def watch() -> None:
@@ -554,9 +562,11 @@ def app_of(
     about_model = envelope(served.name, "model", served.name)
     about_model["created"] = int(existing(folder).stat().st_mtime)
     about_model |= {"owned_by": "phalanx", "max_model_len": engine.max_total_tokens}
-    about_models = [
-        {**about_model, "id": name, "root": served.name} for name in (served.name, *limits.names)
-    ]
+    about_model["root"] = served.name
+    about = {name: {**about_model, "id": name} for name in (served.name, *limits.names)}
+    if served.adapters is not None:
+        of_base = {"parent": served.name}
+        about |= {name: {**about_model, "id": name, **of_base} for name in served.adapters.names}
 
     @app.get("/")
     async def front() -> Response:
@@ -564,12 +574,12 @@ def app_of(
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": about_models})
+        return JSONResponse({"object": "list", "data": [*about.values()]})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         gateway.check_model(name)
-        return JSONResponse(next(each for each in about_models if each["id"] == name))
+        return JSONResponse(about[name])
 
     @app.get("/health")
     async def health() -> Response:

@@ -9,7 +9,7 @@ weights in the layout of training.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -84,7 +84,7 @@ def with_engine(folder: Path, config: EngineConfig, work: Work) -> Any:
             "checkpoint can be read whichever strategy wrote it"
         )
     Ngrams.parse(config.speculative)  # raises before the weights are read
-    served = open_served(folder)
+    served = open_served(folder, config.lora_modules)
     if strategy.num_ranks == 1 and not (is_under_torchrun() and read_rank_env().num_ranks > 1):
         return work(served, engine_of(served, config))
     if config.weights == "int8":
@@ -118,13 +118,14 @@ def engine_of(served: Served, config: EngineConfig) -> Engine:
     pool = BlockPool(
         num_blocks_of(config, model), config.block_size, has_prefix_cache=config.prefix_cache
     )
-    return assemble(served, config, ModelRunner(model, cache_of(config, model, pool)), pool)
+    runner = ModelRunner(model, cache_of(config, model, pool), adapters=served.adapters)
+    return assemble(served, config, runner, pool)
 
 
 def _run(strategy: Strategy, folder: Path, config: EngineConfig, work: Work) -> Any:
     """Build the model and cache of this rank; the first rank calls `work`, the others follow it."""
     device = torch_device(config.device)
-    served = _open_together(folder)
+    served = _open_together(folder, config.lora_modules)
     dtype = torch_dtype(config.precision, device)
     comm = Ranks(strategy, device.type)
     plan = plan_decoder(strategy, served.weights.shape, dtype, dtype)
@@ -133,7 +134,8 @@ def _run(strategy: Strategy, folder: Path, config: EngineConfig, work: Work) -> 
     model, degree = plan.model.eval(), strategy.tp.degree
     num_blocks = min(gather_objects(num_blocks_of(config, model, degree)))  # free memory differs
     pool = BlockPool(num_blocks, config.block_size, has_prefix_cache=config.prefix_cache)
-    runner = ModelRunner(model, cache_of(config, model, pool, degree), layout_of(strategy, comm))
+    cache, layout = cache_of(config, model, pool, degree), layout_of(strategy, comm)
+    runner = ModelRunner(model, cache, layout, served.adapters)
     if comm.is_first:
         leading = _BroadcastingRunner(runner)
         try:
@@ -153,7 +155,7 @@ def _run(strategy: Strategy, folder: Path, config: EngineConfig, work: Work) -> 
             runner(order)
 
 
-def _open_together(folder: Path) -> Served:
+def _open_together(folder: Path, lora_modules: Sequence[str]) -> Served:
     """Open the same checkpoint on each rank; a run may save another while they look for the latest.
 
     Raises:
@@ -161,7 +163,7 @@ def _open_together(folder: Path) -> Served:
     """
     opened: set[str] = set()
     for _ in range(NUM_TRIES):
-        served = open_served(folder)
+        served = open_served(folder, lora_modules)
         opened = {str(each) for each in gather_objects(served.weights.folder)}
         if len(opened) == 1:
             return served

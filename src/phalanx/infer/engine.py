@@ -107,6 +107,7 @@ class Engine:
         number: int = 0,
         grammar: Matcher | None = None,
         skips_special: bool = True,
+        adapter: int = 0,
     ) -> list[Completion]:
         """Make a completion of the prompt for each of `samplings`, numbered from `number` on.
 
@@ -118,6 +119,7 @@ class Engine:
             number: number of the first one.
             grammar: what the generated tokens must match, before the first one.
             skips_special: whether the text omits special tokens.
+            adapter: number of the adapter that computes it; 0 for none.
 
         Raises:
             ConfigError: the prompt is empty, or too long with `max_tokens` more.
@@ -157,6 +159,7 @@ class Engine:
                 rules=LogitRules(each, prompt, self.end_ids) if each.changes_logits else None,
                 prompt_scores=prompt_scores,
                 grammar=grammar and grammar.copy(),
+                adapter=adapter,
             )
             for choice, each in enumerate(samplings)
         ]
@@ -203,6 +206,7 @@ class Engine:
             tokens = [*completion.tokens, *draft] if draft else completion.tokens
             flat.tokens.extend(tokens[start:stop])
             flat.spans.append(StepSpan(start, stop, list(completion.table.blocks)))
+            flat.adapters.append(completion.adapter)
             for at in range(start, min(stop, len(completion.prompt_scores) - 1)):
                 if completion.prompt_scores[at + 1] is None:
                     num_top = completion.sampling.prompt_logprobs or 0

@@ -152,6 +152,9 @@ class EngineConfig:
     cache: Literal["full", "int8", "fp8"] = "full"
     """int8 and fp8 (E4M3) round keys and values, a scale for each position and head; int8 is
     nearer."""
+    lora_modules: tuple[str, ...] = ()
+    """Adapters beside the model, each NAME=FOLDER of PEFT or of a run of phalanx train --lora;
+    requests choose one by their field model."""
     prefix_cache: bool = True
     """Find the keys and values of prompts that begin alike, and compute them once."""
     chunked_prefill: bool = True

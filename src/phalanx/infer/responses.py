@@ -70,6 +70,7 @@ class ResponseBody(Body):
             messages.append({"role": item.get("role"), "content": content})
         form: dict[str, Any] = (self.text or {}).get("format", {"type": "text"})
         fields = {
+            "model": self.model,
             "messages": messages,
             "response_format": {"type": form.get("type"), "json_schema": form},
             "max_completion_tokens": self.max_output_tokens,

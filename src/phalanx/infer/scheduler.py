@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from phalanx.infer.detokenize import TextStream
 from phalanx.infer.grammar import Matcher
 from phalanx.infer.options import Sampling, TokenScore
-from phalanx.infer.pool import BlockCopy, BlockPool, BlockTable
+from phalanx.infer.pool import ROOT, BlockCopy, BlockPool, BlockTable
 
 if TYPE_CHECKING:
     from phalanx.infer.sampler import LogitRules
@@ -66,6 +66,7 @@ class Completion:
         grammar: what the generated tokens must match; None for any tokens.
         ngrams: where the n-grams of the tokens end; see speculation.py.
         draft: guessed next tokens, which the current step computes after `tokens`.
+        adapter: number of the adapter that computes it, see adapters.py; 0 for none.
         table: block table.
         num_computed: number of leading tokens whose keys and values are in the cache.
         num_cached: prompt tokens found in the prefix cache at first admission; 0 for a fork; None
@@ -87,6 +88,7 @@ class Completion:
     grammar: Matcher | None = None
     ngrams: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
     draft: list[int] = field(default_factory=list[int])
+    adapter: int = 0
     table: BlockTable = field(default_factory=BlockTable)
     num_computed: int = 0
     num_cached: int | None = None
@@ -95,6 +97,8 @@ class Completion:
 
     def __post_init__(self) -> None:
         self.tokens = self.tokens or list(self.prompt)
+        # Adapters compute other keys and values of the same tokens.
+        self.table.root = ROOT - self.adapter
 
     @property
     def num_generated(self) -> int:
@@ -282,7 +286,7 @@ class Scheduler:
         if not completion.table.blocks:
             # A prefix that is found is not computed, so it has no logits to score its tokens by.
             if None not in completion.prompt_scores[1:]:
-                completion.table = self.pool.match(completion.tokens)
+                completion.table = self.pool.match(completion.tokens, completion.table.root)
             completion.num_computed = len(completion.table.blocks) * self.pool.block_size
         start, stop = completion.num_computed, self._chunk_end(completion, step)
         copies = self._reserve_beside_others(completion, start, stop)

@@ -5,6 +5,7 @@ The folder is a run, a checkpoint of any strategy, or a Hugging Face model: a ru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.untrusted import read_json
-from phalanx.checkpoint.weights import Weights, open_checkpoint
+from phalanx.checkpoint.weights import Weights
 from phalanx.config.fields import check_value, settings
 from phalanx.data.tokenizer import count_ids, load_tokenizer
 from phalanx.errors import CheckpointError, ConfigError
@@ -28,7 +29,9 @@ from phalanx.hugging_face.companions import (
     special_tokens_of,
     tokenizer_of,
 )
-from phalanx.hugging_face.convert import kind_of, open_hugging_face
+from phalanx.hugging_face.convert import open_weights
+from phalanx.hugging_face.folder import is_hugging_face
+from phalanx.infer.adapters import AdapterSet, stacked
 from phalanx.infer.options import RequestError, SamplingSettings
 
 
@@ -44,6 +47,7 @@ class Served:
         end_ids: ids of the tokens that end a text.
         chat_templates: name -> Jinja source of a chat template; see `companions.DEFAULT`.
         template_names: variables for a template, such as `bos_token`.
+        adapters: adapters in `weights` that requests name; None without any.
     """
 
     name: str
@@ -53,6 +57,7 @@ class Served:
     end_ids: tuple[int, ...]
     chat_templates: dict[str, str]
     template_names: dict[str, str]
+    adapters: AdapterSet | None = None
 
     def encode(
         self,
@@ -121,15 +126,18 @@ class Served:
         return max(len(t) if letters.issuperset(t) else len(t.encode()) for t in tokens)
 
 
-def open_served(path: Path) -> Served:
-    """Open a run, a checkpoint of a run, or a Hugging Face folder.
+def open_served(path: Path, lora_modules: Sequence[str] = ()) -> Served:
+    """Open a run, a checkpoint of a run, a Hugging Face folder, or adapters of PEFT.
+
+    `lora_modules` are adapters beside it, see `adapters.stacked`.
 
     Raises:
         CheckpointError: `path` is none of these, is damaged, or has no tokenizer.
         ConfigError: its config.json describes a model that is not supported.
     """
-    is_foreign = kind_of(path) == "hugging face"
-    weights = open_hugging_face(path) if is_foreign else open_checkpoint(path)
+    weights, adapters = open_weights(path), None
+    if lora_modules:
+        weights, adapters = stacked(weights, lora_modules)
     file = tokenizer_of(weights.folder)
     if file is None:
         raise CheckpointError(f"{weights.folder} has no tokenizer.json; put the model's file there")
@@ -138,7 +146,7 @@ def open_served(path: Path) -> Served:
     tokenizer.add_tokens(added)
     # A run starts each text with its one separator token; for a published model the tokenizer adds
     # the begin tokens.
-    is_run = not is_foreign and is_of_run(weights.folder)
+    is_run = not is_hugging_face(weights.folder) and is_of_run(weights.folder)
     run = manifest.run_of(weights.folder)
     return Served(
         name=(run or path).resolve().name,
@@ -148,6 +156,7 @@ def open_served(path: Path) -> Served:
         end_ids=_several(ids["eos_token_id"]),
         chat_templates=chat_templates_of(weights.folder),
         template_names=names,
+        adapters=adapters,
     )
 
 

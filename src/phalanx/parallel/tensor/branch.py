@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import StrategyError
+from phalanx.models.layers import Linear
 from phalanx.parallel.batch_shape import BatchShape, batch_shape
 from phalanx.parallel.tensor import operators
 from phalanx.parallel.tensor.fused import maps_of
@@ -124,7 +125,8 @@ class _Products:
             )
         y, parts = self._ready.pop(column), self._parts_of[column]
         if len(parts) == 1 or getattr(column, "bias", None) is None:
-            return with_bias(column, y)
+            y = with_bias(column, y)
+            return column.adapted(y, x) if isinstance(column, Linear) else y
         maps = maps_of(shard_of_parameter(column, "bias"), parts)
         held = [self._layout.features(self._layout.inner, len(bias)) for bias in maps]
         mine = [bias[rows.start : rows.stop] for bias, rows in zip(maps, held, strict=True)]

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from phalanx.comm.comm import local_shard
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Head
-from phalanx.models.layers import Dropout
+from phalanx.models.layers import Dropout, Linear
 from phalanx.models.loss import IGNORE
 from phalanx.models.random import dropout
 from phalanx.parallel.batch_shape import BatchShape, batch_shape, note
@@ -99,9 +99,10 @@ def bind_row(module: nn.Module, layout: Layout) -> None:
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         y = operators.row_parallel_linear(layout, x, matrix_of(self))
-        if getattr(self, "bias", None) is None:
-            return y
-        return y + _shard_with_gradient_owner(shard_of_parameter(self, "bias"), layout).to(y.dtype)
+        if getattr(self, "bias", None) is not None:
+            bias = _shard_with_gradient_owner(shard_of_parameter(self, "bias"), layout)
+            y = y + bias.to(y.dtype)
+        return self.adapted(y, x) if isinstance(self, Linear) else y
 
     replace_forward(module, forward)
 

@@ -66,6 +66,15 @@ DECODER: Patterns = transformers_tables.by_role(
     "blocks.*.mlp_output_norm norm",
     head="output",
 )
+_ADAPTER_PATTERNS: Patterns = transformers_tables.by_role(
+    lora_a="blocks.*.attention.q.lora_A blocks.*.attention.k.lora_A blocks.*.attention.v.lora_A "
+    "blocks.*.mlp.gate.lora_A blocks.*.mlp.up.lora_A",
+    lora_b="blocks.*.attention.q.lora_B blocks.*.attention.k.lora_B blocks.*.attention.v.lora_B "
+    "blocks.*.mlp.gate.lora_B blocks.*.mlp.up.lora_B",
+    row="blocks.*.attention.output.lora_A blocks.*.mlp.down.lora_A",
+    token="blocks.*.attention.output.lora_B blocks.*.mlp.down.lora_B",
+)
+"""Roles of the adapters of a decoder's linear maps."""
 _PROJECTION_NORM_PATTERNS: Patterns = transformers_tables.by_role(
     inner_norm="blocks.*.attention.q_norm blocks.*.attention.k_norm"
 )
@@ -106,7 +115,8 @@ def default_patterns(model: nn.Module) -> Patterns:
     """Return the built-in patterns of a model that match at least one of its modules."""
     if isinstance(model, Decoder):
         is_joint = model.shape.qk_norm == "projection"
-        patterns = {**DECODER, **(_PROJECTION_NORM_PATTERNS if is_joint else {})}
+        joint = _PROJECTION_NORM_PATTERNS if is_joint else {}
+        patterns = {**DECODER, **joint, **_ADAPTER_PATTERNS}
     else:
         patterns = transformers_tables.patterns_of(model)
     names = [name for name, _ in model.named_modules()]

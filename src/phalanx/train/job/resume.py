@@ -26,7 +26,7 @@ from phalanx.hugging_face.config import CONFIG
 from phalanx.launch.launched import is_restarted, launched
 from phalanx.models.registry import PRESETS, with_sizes
 from phalanx.models.registry import shape_of as preset
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import Lora, ModelShape
 from phalanx.object_store import fetch, path_of
 from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy
@@ -198,6 +198,11 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None, published: Path | N
     """
     named = preset(config.model) if config.model in PRESETS else None
     if origin is None and published is None:
+        if config.lora is not None:
+            raise ConfigError(
+                f"lora is {config.lora}, but no weights are there to adapt; give them by --model "
+                "FOLDER or --init"
+            )
         return with_sizes(named or preset(DEFAULT_MODEL), config.shape)
     if published is not None:
         from phalanx.hugging_face.convert import open_hugging_face  # imports torch
@@ -209,8 +214,15 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None, published: Path | N
         assert origin is not None, "one of the two has weights"
         source, held = f"init is {config.init}", shape_in(origin.about, origin.folder)
     wanted = with_sizes(named or held, config.shape)
+    lora = None if config.lora is None else Lora.parse(config.lora, held.mlp)
     if config.resume is not None:
-        return wanted
+        if lora != held.lora:
+            raise ConfigError(
+                f"lora is {config.lora}, but the run was made with other adapters; leave it out"
+            )
+        return dataclasses.replace(wanted, lora=lora)
+    held = dataclasses.replace(held, lora=None)  # merged into the weights if it has adapters
+    wanted = dataclasses.replace(wanted, lora=None)
     for name, value in dataclasses.asdict(held).items():
         asked = getattr(wanted, name)
         if asked != value and name != "dropout":
@@ -221,7 +233,8 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None, published: Path | N
                 f"{'model and shape' if published is None else 'shape'} out"
             )
     dropout = config.shape.dropout
-    return held if dropout is None else dataclasses.replace(held, dropout=dropout)
+    dropout = held.dropout if dropout is None else dropout
+    return dataclasses.replace(held, dropout=dropout, lora=lora)
 
 
 def tokenizer_of(config: TrainConfig, folder: Path | None) -> str | None:

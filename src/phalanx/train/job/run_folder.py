@@ -232,7 +232,7 @@ def count_checkpoints(num_steps: int, save_every: int, *, steps_done: int = 0) -
 
 def checkpoint_bytes(shape: ModelShape, precision: Precision) -> int:
     """Return the approximate bytes of a checkpoint: its tensors, without the small other files."""
-    return TENSORS_PER_PARAMETER * precision.master.itemsize * num_parameters(shape).total
+    return TENSORS_PER_PARAMETER * precision.master.itemsize * num_parameters(shape).trained
 
 
 def check_space(out: Path, num_checkpoints: int, config: TrainConfig, one_bytes: int) -> None:
