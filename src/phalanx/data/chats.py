@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -119,7 +119,7 @@ def prepare_chats(
     """Encode the chats in the rows of a corpus, or find their tokens in the cache.
 
     Args:
-        data: a file, folder or glob of .jsonl and .parquet.
+        data: a file, folder or glob with records.
         corpus: settings of the corpus.
         layout: layout of all rows, see `chat_rows`.
         form: template and special tokens.
@@ -156,7 +156,7 @@ def prepare_chats(
         }
 
     find_or_make(folder, write, needed_bytes=2 * text.num_bytes, is_hashed=not is_follower)
-    files = open_tokens(folder)
+    files = replace(open_tokens(folder), left_out=source.left_out())
     if files.train.num_tokens <= 1:
         raise DataError(
             f"nothing is left to train on: of {text.num_documents} conversations of {data}, none "

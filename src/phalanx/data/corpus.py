@@ -258,12 +258,12 @@ def _listed(file: Path, key: str) -> list[Any]:
 
 
 def first_row(path: str | None) -> dict[str, Any] | None:
-    """Return the first record of a corpus; None without one, of an address and of a mixture.
+    """Return the first record of a corpus; None without one, and for a mixture.
 
     Raises:
         DataError: see `documents`.
     """
-    if path is None or "://" in path or len(mixture_of(path)) > 1:
+    if path is None or len(mixture_of(path)) > 1:
         return None
     files = choose(find_files(path)[1])[0]
     tables = (file for file in files if format_of(file) not in TEXTS)

@@ -15,12 +15,14 @@ from phalanx.checkpoint.manifest import Manifest, incomplete_after
 from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, keys_for, value_at
 from phalanx.config.validate import check_warmup
+from phalanx.data.addresses import local_path
+from phalanx.data.cache import cache_folder
 from phalanx.data.chat_rows import LAYOUTS, layout_of
 from phalanx.data.corpus import first_row
 from phalanx.data.loader import total_steps
 from phalanx.data.order import Order
 from phalanx.data.samples import Samples, count_samples
-from phalanx.data.survey import Progress
+from phalanx.data.survey import Progress, no_progress
 from phalanx.data.tokens import TokenFiles, prepare
 from phalanx.errors import ConfigError, DataError
 from phalanx.hugging_face.companions import (
@@ -175,7 +177,9 @@ def _tokens_of(request: Request, progress: Progress | None) -> TokenFiles:
         "is_follower": is_under_torchrun() and read_rank_env().local_rank > 0,
         "progress": progress,
     }
-    row = first_row(config.data)
+    cache = cache_folder(config.corpus.cache)
+    data = local_path(config.data, cache, progress or no_progress, is_follower=how["is_follower"])
+    row = first_row(data)
     layout = None if row is None else layout_of(row)
     if layout is None:
         if config.chat_template is not None:
@@ -187,7 +191,7 @@ def _tokens_of(request: Request, progress: Progress | None) -> TokenFiles:
     # jinja2 and more, which a run on text does not need.
     from phalanx.data.chats import ChatFormat, prepare_chats
 
-    assert config.data is not None, "the standard library has no rows"
+    assert data is not None, "the standard library has no rows"
     chats = f"the data {config.data} are chats of the layout {layout}, but"
     if tokenizer is None:
         raise ConfigError(
@@ -212,7 +216,7 @@ def _tokens_of(request: Request, progress: Progress | None) -> TokenFiles:
     ends = ids_of(beside)["eos_token_id"]
     end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
     form = ChatFormat(template, names, added, end_ids)
-    return prepare_chats(config.data, config.corpus, layout, form, **how)
+    return prepare_chats(data, config.corpus, layout, form, **how)
 
 
 def _check_split(request: Request) -> None:
