@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -50,6 +51,11 @@ def model_folder(
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     assert tokenizer.token_to_id("<|im_end|>") == 258
     tokenizer.save(str(folder / "tokenizer.json"))
-    content = {"eos_token": "<|im_end|>"} | ({"chat_template": template} if template else {})
+    content: dict[str, Any] = {
+        "eos_token": "<|im_end|>",
+        "extra_special_tokens": {"voice": "<|voice|>"},
+        "added_tokens_decoder": {"260": {"content": "<|late|>", "special": True, "lstrip": True}},
+    }
+    content |= {"chat_template": template} if template else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
     return folder

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
@@ -140,7 +140,7 @@ def prepare_chats(
     source = Corpus(data, corpus.max_bytes, progress or no_progress, has_rows=True)
     cache = cache_folder(corpus.cache)
     text = source.text(cache, is_follower=is_follower)
-    how = (layout, form.template, sorted(form.names.items()), list(form.end_ids), corpus.turns)
+    how = (layout, form.template, sorted(form.names.items()), corpus.turns)
     sizes = (corpus.validation, corpus.seq_len)
     folder = cache / "tokens" / fingerprint("chats", text.digest, used.to_str(), *how, *sizes)
 
@@ -163,7 +163,9 @@ def prepare_chats(
             f"outside of corpus.validation {corpus.validation} has an answer within its first "
             f"corpus.seq_len {corpus.seq_len} tokens"
         )
-    return files
+    assert files.chat is not None, "written above"
+    end_ids = dict.fromkeys([*form.end_ids, *files.chat["end_ids"]])
+    return replace(files, chat=files.chat | {"end_ids": list(end_ids)})
 
 
 def _encode(
@@ -208,7 +210,7 @@ def _encode(
         layout=layout,
         template=form.template,
         names=dict(form.names),
-        end_ids=list(dict.fromkeys([*form.end_ids, *sorted(ends)])),
+        end_ids=sorted(ends),
         num_trained=counts["trained"],
         num_tokens=counts["tokens"],
         num_cut=counts["cut"],
