@@ -6,14 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 
-from phalanx.checkpoint.weights import sizes_of
-from phalanx.hugging_face.config import config_to_hf
-from phalanx.hugging_face.folder import write_folder
-from phalanx.hugging_face.names import table
-from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from small_run import tokenizer_of
 
@@ -32,6 +26,14 @@ def model_folder(
     folder: Path, template: str | None = CHATML, seed: int = 7, shape: ModelShape = SHAPE
 ) -> Path:
     """Write the folder of a small Llama with random weights; return `folder`."""
+    # Here, because collecting tests imports no torch.
+    import torch
+        from phalanx.checkpoint.weights import sizes_of
+    from phalanx.hugging_face.config import config_to_hf
+    from phalanx.hugging_face.folder import write_folder
+    from phalanx.hugging_face.names import table
+    from phalanx.models.decoder import Decoder
+
     folder.mkdir(parents=True)
     model = Decoder(shape)
     model.initialize(seed)
