@@ -28,7 +28,8 @@ def model_folder(
     """Write the folder of a small Llama with random weights; return `folder`."""
     # Here, because collecting tests imports no torch.
     import torch
-        from phalanx.checkpoint.weights import sizes_of
+
+    from phalanx.checkpoint.weights import sizes_of
     from phalanx.hugging_face.config import config_to_hf
     from phalanx.hugging_face.folder import write_folder
     from phalanx.hugging_face.names import table
