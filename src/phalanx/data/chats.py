@@ -195,9 +195,12 @@ def _encode(
             if num_trained:
                 packers[is_validation].add(marked)
                 if chat.turns[0] and not opening.get(is_validation):
-                    before, tools = chat.messages[: chat.turns[0]], chat.tools
-                    form.compiled().render(before, tools=tools, add_generation_prompt=True)
-                    opening[is_validation] = {"messages": before, "tools": tools}
+                    before: dict[str, Any] = {
+                        "messages": chat.messages[: chat.turns[0]],
+                        "tools": chat.tools,
+                    }
+                    form.compiled().render(**before, add_generation_prompt=True)  # or raises now
+                    opening[is_validation] = before
             counts["left out"] += not num_trained
             counts["trained"] += num_trained
             counts["tokens"] += len(marked)
