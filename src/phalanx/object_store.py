@@ -166,7 +166,7 @@ def put(path: Path, content: bytes, *, is_new: bool = False) -> None:
             _ask("pipe_file", path, content, num_bytes=len(content), **options)
         except OSError:
             # The answer to an earlier request may be lost, and stores name the conflict in their
-            # own ways: the content that is there tells whose request came first.
+            # own ways: the content that is there shows whose request came first.
             with suppress(FileNotFoundError):
                 if is_new and _ask("cat_file", path) != content:
                     raise FileExistsError(errno.EEXIST, "exists", address_of(path)) from None
