@@ -121,8 +121,9 @@ def missing_path_notes(loaded: Loaded[TrainConfig]) -> list[str]:
     lines: list[str] = []
     for key in keys_for(TrainConfig, Use.PATH):
         value, source = value_at(loaded.config, key), loaded.sources[key]
-        is_there = value is None or is_address(value) or os.path.exists(value)
-        if is_there or not os.path.isfile(source):
+        if value is None or is_address(value):
+            continue
+        if os.path.exists(value) or not os.path.isfile(source):
             continue
         beside = os.path.join(os.path.dirname(source), value)
         exists = f"; {beside} exists" if os.path.exists(beside) else ""
