@@ -226,8 +226,9 @@ def listed(folder: Path) -> dict[Path, Mapping[str, Any]]:
     except FileNotFoundError:
         return {}
     start = _store_of(folder)[1].strip("/") + "/"
-    inner = {name: name.strip("/").removeprefix(start) for name in there}
-    return {folder / inner[name]: about for name, about in there.items()}
+    paths = {folder / name.strip("/").removeprefix(start): about for name, about in there.items()}
+    # A name such as a/../../b would lead out of the folder on this host.
+    return {path: about for path, about in paths.items() if ".." not in path.parts}
 
 
 def remove(paths: Iterable[Path]) -> None:
