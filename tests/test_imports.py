@@ -36,6 +36,7 @@ ROWS = [
     ["bench"],
     ["verify"],
     ["script", "show"],
+    ["hf"],
     ["cli"],
 ]
 """The rooms; each may import only rooms of earlier rows, and itself."""
