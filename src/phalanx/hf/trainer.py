@@ -82,6 +82,7 @@ class RankTrainer(PlainTrainer):
             )
         self._strategy = strategy
         self._num_counted: Any = None
+        self._divides_by_items: bool | None = None
         super().__init__(*args, **kwargs)
         if self.compute_loss_func is not None and self.ranks.num_data_ranks > 1:
             compute: Any = self.compute_loss_func
@@ -110,6 +111,12 @@ class RankTrainer(PlainTrainer):
         if is_under_torchrun():
             leave_at_end()  # TrainingArguments may have joined the job
         run = self._new_run()
+        if run.strategy.tp.degree > 1 and self.args.gradient_checkpointing:
+            raise ConfigError(
+                f"phalanx.hf: gradient_checkpointing is True under '{run.strategy}'; a block that "
+                "tp splits is computed again by the strategy: set gradient_checkpointing=False, "
+                f"and strategy='{run.strategy},recompute:full'"
+            )
         appear_alone(run)
         super().create_accelerator_and_postprocess()
         RankAccelerator.adopt(self.accelerator, run, self._new_run, self._trained_model)
@@ -147,14 +154,14 @@ class RankTrainer(PlainTrainer):
             # A copy of the batch, as in an evaluation, has no positions.
             known = [b if b.total else ranks.rows for b in batch_samples]
             if spare := [b for b in known if not b.own]:
-                count = count - super()._get_num_items_in_batch(spare, device)
+                count -= cast(Any, super()._get_num_items_in_batch(spare, device))
             count = ranks.run.sum(count).to(count)
         self._num_counted = count
         return count
 
     @override
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        self._share(inputs, num_items_in_batch)
+        self._share(model, inputs, num_items_in_batch)
         super().training_step(model, inputs, num_items_in_batch)
         return self.ranks.loss
 
@@ -166,7 +173,7 @@ class RankTrainer(PlainTrainer):
         self._num_counted = None
         loss, *others = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         if loss is not None:
-            self._share(rows, self._num_counted)
+            self._share(model, rows, self._num_counted)
             loss = self.ranks.whole_loss(loss).as_subclass(_BatchLoss)
             loss.num_rows = len(rows.own)
         return (loss, *others)
@@ -186,7 +193,7 @@ class RankTrainer(PlainTrainer):
         self.ranks.rows = inputs
         return inputs
 
-    def _share(self, inputs: Any, num_items: Any) -> None:
+    def _share(self, model: Any, inputs: Any, num_items: Any) -> None:
         """Set this rank's share in the loss of a batch.
 
         The loss of own rows is     divided by              so the loss of the whole batch is
@@ -196,19 +203,44 @@ class RankTrainer(PlainTrainer):
         ranks, rows = self.ranks, self._rows_of(inputs)
         if self.compute_loss_func is not None:  # of gathered rows
             ranks.share = WHOLE
-            return
-        is_sum = getattr(self, "loss_is_scaled_for_ga", None)
-        if is_sum is None:
-            self._refuse_unknown_loss()
-            is_sum = self.model_accepts_loss_kwargs
-        if is_sum and num_items is not None:
+        elif num_items is not None and self._is_sum(model, rows, num_items):
             ranks.share = float(bool(rows.own)), 1 / ranks.num_data_ranks
-            return
-        labels, count = rows.get("labels"), len(rows.own)
-        if count and isinstance(labels, Tensor) and not labels.is_floating_point():
-            labels = labels[..., 1:] if self._loss_shifts_labels else labels
-            count = rows.get("shift_labels", labels).ne(-100).sum()
-        ranks.share = count, count
+        else:
+            labels, count = rows.get("labels"), len(rows.own)
+            if count and isinstance(labels, Tensor) and not labels.is_floating_point():
+                labels = labels[..., 1:] if self._loss_shifts_labels else labels
+                count = rows.get("shift_labels", labels).ne(-100).sum()
+            ranks.share = count, count
+
+    def _is_sum(self, model: Any, rows: Rows, num_items: Any) -> bool:
+        """Return whether the loss is a sum that is divided by `num_items`; all ranks call this."""
+        stated = getattr(self, "loss_is_scaled_for_ga", None)
+        if stated is None:
+            self._refuse_unknown_loss()
+        if stated is not None or not self.model_accepts_loss_kwargs or self.label_smoother:
+            return bool(self.model_accepts_loss_kwargs if stated is None else stated)
+        if self._divides_by_items is None:
+            self._divides_by_items = self._loss_shifts_labels
+            # Other losses may ignore the number, as of transformers' classifiers of sequences.
+            if not self._loss_shifts_labels and self.ranks.num_data_ranks > 1:
+                self._divides_by_items = self._halves(model, rows, num_items)
+        return self._divides_by_items
+
+    def _halves(self, model: Any, rows: Rows, num_items: Any) -> bool:
+        """Return whether the loss of rows is half as large for twice the `num_items`."""
+        was_training = model.training
+        model.eval()  # no dropout, no statistics
+        with torch.no_grad(), self.compute_loss_context_manager():
+            one, two = (
+                self.ranks.run.sum(
+                    self.compute_loss(
+                        model, self._prepare_inputs({**rows}), num_items_in_batch=number
+                    ).nan_to_num()
+                )
+                for number in (num_items, 2 * num_items)
+            )
+        model.train(was_training)
+        return bool(two < 0.75 * one)
 
     def _refuse_unknown_loss(self) -> None:
         """Refuse a loss of own rows of which it is unknown whether it is a sum or a mean."""
