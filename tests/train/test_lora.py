@@ -12,22 +12,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.checkpoint import manifest
+from phalanx.checkpoint.weights import load_decoder
 from phalanx.comm.comm import Ranks
-from phalanx.config import OptimizerConfig
+from phalanx.config import BatchConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.data.samples import Batch
 from phalanx.errors import ConfigError
+from phalanx.hugging_face.convert import convert, open_weights
 from phalanx.hugging_face.names import table
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
+from phalanx.models.initial import fill_initial
 from phalanx.models.loss import IGNORE
 from phalanx.models.shape import Lora, ModelShape
+from phalanx.parallel.plan import plan_decoder, shard_of
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
-from phalanx.train.optimizer import learning_rate
+from phalanx.train.optimizer import build_optimizer, learning_rate
+from phalanx.train.run import train
+from phalanx.train.step import Step
 from phalanx.verify.batches import split
 from phalanx.verify.harness import verify_case
 from phalanx.verify.record import Case, CaseRun
 from phalanx.verify.snapshot import full_tensors, gradients_of
+from small_run import losses, small_run, tokenizer_of
 
 SHAPE = ModelShape(
     vocab_size=67,
@@ -183,7 +191,7 @@ def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("text", STRATEGIES)
-def test_steps_are_those_of_peft_on_one_process(text: str) -> None:
+def test_steps_are_those_of_peft_on_one_process(text: str, record_property: Any) -> None:
     losses, gradients, merged = reference()
     num_ranks = Strategy.parse(text).num_ranks
     (ours, first, sent), *_ = run_ranks(steps_of, num_ranks, text)
@@ -199,8 +207,119 @@ def test_steps_are_those_of_peft_on_one_process(text: str) -> None:
             weight = weight + lora.scaling * b @ a
         whole[link.theirs] = weight
     worst.append(largest(whole, {name: merged[name] for name in whole}))
-    print(f"{text:26} loss {worst[0]:.1e} gradients {worst[1]:.1e} merged weights {worst[2]:.1e}")
+    record_property("differences", f"{text}: losses, gradients, merged weights {worst}")
     assert max(worst) <= LIMIT
     if text != "pp2:zbv":  # whose first rank has no adapter, and so no moments to compare
         assert first == "None"
     assert [str(each) for each in sent if each.counted != each.predicted] == []
+
+
+def bytes_of(text: str, precision: str) -> tuple[list[int], list[int], bool]:
+    """Return bytes of weights, gradients and moments after a step, and as the plan counts them."""
+    strategy, compute = Strategy.parse(text), getattr(torch, precision)
+    comm = Ranks(strategy)
+    plan = plan_decoder(strategy, SHAPE, torch.float32, compute, comm.coord("pp"))
+    runner = plan.build(comm, functools.partial(fill_initial, SHAPE, 0))
+    optimizer = build_optimizer(plan.model, OPTIMIZER)
+    step = Step(
+        plan.model, optimizer, NextToken(0, 0.0), OPTIMIZER, comm=comm, num_steps=3, run=runner
+    )
+    own = split(batches()[0], comm.coord("data"), comm.size("data"), 2)
+    norms = step.compute_gradients(own)
+    gradients = [p.grad for p in plan.model.parameters() if p.grad is not None]
+    is_trained = all(
+        (p.grad is not None) == (".lora_" in name) for name, p in plan.model.named_parameters()
+    )
+    held = sum(shard_of(each)[0].nbytes for each in gradients)
+    step.apply_gradients(*norms)
+    moments = [x for each in optimizer.state.values() for x in each.values() if x.ndim]
+    measured = [
+        sum(shard_of(x)[0].nbytes for x in plan.model.parameters()),
+        held,
+        sum(shard_of(x)[0].nbytes for x in moments),
+    ]
+    of = plan.holds(2)
+    return measured, [of.parameter_bytes, of.gradient_bytes, of.optimizer_bytes], is_trained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("text", ["dp2", "fsdp2", "fsdp2:zero2", "tp2", "fsdp2,tp2"])
+def test_frozen_weights_cost_no_gradient_and_no_moment(text: str, precision: str) -> None:
+    ranks = run_ranks(bytes_of, Strategy.parse(text).num_ranks, text, precision)
+    measured, counted, _ = ranks[0]  # the plan describes the first rank, which has no padding
+    assert measured == counted
+    assert all(is_trained for *_, is_trained in ranks)
+
+
+def run_of(folder: Path, **settings: Any) -> TrainConfig:
+    more = {"model": str(folder / "base"), "lora": "r=4,alpha=8", "shape": ShapeConfig()}
+    small = small_run(folder, **{**more, "steps": 4, "optimizer": OPTIMIZER, **settings})
+    return dataclasses.replace(small, batch=BatchConfig(global_size=12), save_every=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2"])
+def test_a_run_is_resumed_on_other_ranks_and_loaded_by_peft(tmp_path: Path, family: str) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        from hugging_face import small_models
+
+        theirs: Any = getattr(small_models, family)(vocab_size=300, rms_norm_eps=1e-5)
+        theirs.save_pretrained(tmp_path / "base")
+        (tmp_path / "base" / "tokenizer.json").write_text(tokenizer_of(300))
+        train(run_of(tmp_path, strategy="fsdp2"))
+        half = str(manifest.folder_of(tmp_path / "run", 2))
+        for text in ("dp3", "dp1", "tp2"):
+            out = str(tmp_path / text)
+            train(
+                run_of(
+                    tmp_path, strategy=text, resume=half, out=out, lora="r=4,alpha=8", model=None
+                )
+            )
+            pairs = zip(losses(tmp_path / "run")[2:], losses(out), strict=True)
+            assert max(abs(a - b) for a, b in pairs) <= LIMIT
+        with torch.no_grad():
+            base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
+            tokens = torch.arange(40).reshape(2, 20) * 7 % 300
+            before = base(tokens).logits
+            adapted = PeftModel.from_pretrained(
+                base, tmp_path / "run" / "adapter", autocast_adapter_dtype=False
+            )
+            expected = adapted(tokens).logits
+            assert float((expected - before).abs().max()) > 1e-3
+            # transformers' norms and angles are in float32: its own merged model is the reference.
+            ours = load_decoder(open_weights(tmp_path / "run"), torch.float64, "cpu")(tokens)
+            assert float((ours - expected).abs().max()) < 1e-6
+            convert(tmp_path / "run", tmp_path / "merged")
+            merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+            assert float((merged(tokens).logits - expected).abs().max()) < 1e-6
+            # PEFT's folder is read as it was written, over the base that it names.
+            again = load_decoder(open_weights(tmp_path / "run" / "adapter"), torch.float64, "cpu")
+            assert float((again(tokens) - ours).abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("r=0", "lora is 'r=0'; expected such as r=16,alpha=32"),
+        ("r=4,beta=1", "lora has the entry 'beta=1'; expected entries r=RANK"),
+        ("r=4,targets=q_porj", "lora: the model has no target 'q_porj' (did you mean 'q_proj'"),
+        ("r=4,targets=qkv_proj", "each of its parts gets an adapter: q_proj+k_proj+v_proj"),
+        ("r=4,targets=gate_proj", "lora: the model has no target 'gate_proj'"),
+    ],
+)
+def test_a_setting_that_names_no_adapters_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Lora.parse(text, "gelu")
+    assert words in str(refused.value)
+
+
+def test_the_setting_names_rank_scaling_and_targets() -> None:
+    lora = Lora.parse("r=4,rslora,targets=v_proj+c_proj", "gelu")
+    assert lora.targets == ("attention.v", "attention.output", "mlp.down")
+    assert lora.scaling == 8 / math.sqrt(4)
+    assert len(Lora.parse("r=1", "swiglu").targets) == 7 and Lora.parse("r=4", "gelu").scaling == 2
