@@ -45,6 +45,7 @@ ACROSS = {
     "script/test_loss_forms.py": "gather, loss and loop_step: forms of a loss beside one process",
     "script/test_proof_by_default.py": "loop_proof as phalanx run calls it",
     "infer/test_serve_command.py": "cli/serve as a process",
+    "train/test_chat_runs.py": "text, resolve and run_folder: runs on chats",
     "infer/test_server.py": "app, protocol and answers over HTTP",
     "infer/test_tensor_parallel_engine.py": "engine and assembly under tp",
     "infer/test_who_is_answered.py": "app: keys, other sites, full queues",

@@ -96,7 +96,7 @@ def test_memory_is_pinned_as_it_is() -> None:
     assert torch.equal(held[:4000].view(torch.float32), torch.arange(1000.0))
     assert torch.equal(held[4000:].view(torch.float64), torch.arange(77).double())
     copy.release()
-    pieces = list(host_copy.in_pieces(tensors))
+    pieces = list(host_copy.InPieces(tensors))
     assert torch.equal(pieces[1], torch.arange(77).double())
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import random
 import re
 from collections.abc import Generator
 from pathlib import Path
@@ -12,11 +14,12 @@ import pytest
 import torch
 from served_model import CONFIG, Client, long_published, serving
 
-from phalanx.infer.assembly import engine_of
+from phalanx.infer.assembly import engine_of, with_engine
+from phalanx.infer.engine import Engine
 from phalanx.infer.grammar import Grammars
 from phalanx.infer.options import EngineConfig, Sampling
 from phalanx.infer.sampler import choose
-from phalanx.infer.served import open_served
+from phalanx.infer.served import Served, open_served
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 400}
@@ -129,3 +132,112 @@ def test_rows_without_a_grammar_and_preemption_change_nothing(folder: Path) -> N
         texts = [each[0].text for each in completions]
         assert all(re.fullmatch("[a-m]{20,24}[0-9]", text) for text in texts[1::2])
     assert found[0] == found[1]
+
+
+def write_constrained(out: Path, served: Served, engine: Engine) -> None:
+    """Generate on the first rank, and write the texts to a file."""
+    grammar = Grammars(served.tokenizer, served.end_ids).compile("a", "json", json.dumps(POINT))
+    for seed in range(4):
+        sampling = Sampling(max_tokens=300, seed=seed)
+        engine.queue(engine.prepare([1, 2, 3], sampling, grammar=grammar))
+    completions = list(engine.scheduler.waiting)
+    while engine.scheduler.has_work:
+        engine.step()
+    out.write_text(json.dumps([each.text for each in completions]))
+
+
+@pytest.mark.slow
+def test_two_ranks_generate_the_constrained_texts_of_one(folder: Path, tmp_path: Path) -> None:
+    found: list[list[str]] = []
+    for strategy in ("tp1", "tp2"):
+        config = EngineConfig(
+            strategy=strategy, precision="float64", cache_tokens=2048, speculative="ngram"
+        )
+        with_engine(folder, config, functools.partial(write_constrained, tmp_path / strategy))
+        found.append(json.loads((tmp_path / strategy).read_text()))
+    assert found[0] == found[1]
+    assert {json.loads(text)["y"] for text in found[0]} <= {"a", "b"}
+
+
+@pytest.mark.parametrize(("draft", "num"), [("ab", 2), ("abc", 2), ("ac", 2), ("c", 1), ("", 1)])
+def test_masks_of_a_draft_leave_the_state(folder: Path, draft: str, num: int) -> None:
+    tokenizer = open_served(folder).tokenizer
+    matcher = Grammars(tokenizer, [96]).compile("guided_regex", "regex", "ab")
+    masks = matcher.masks([token for token in tokenizer.encode(draft).ids if token < 95])
+    legal = [[tokenizer.id_to_token(id) for id in mask.nonzero()[:, 0].tolist()] for mask in masks]
+    assert legal == [["a"], ["b"]][:num]
+    assert [matcher.take(token) for token in tokenizer.encode("ab").ids[-2:]] == [False, True]
+    assert matcher.failure is None
+
+
+def random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Return a schema of keywords that llguidance supports, nested up to three levels."""
+    kinds = ["string", "integer", "number", "boolean", "null", "enum", "const", "pattern", "format"]
+    if depth < 3:
+        kinds += ["object"] * 4 + ["array"] * 2 + ["anyOf", "$ref", "prefixItems"]
+    kind = "object" if depth == 0 else draw.choice(kinds)
+    if kind == "object":
+        names = draw.sample(["a", "b c", "name", "id_1", 'q"', "x" * 9], draw.randint(0, 4))
+        return {
+            "type": "object",
+            "properties": {name: random_schema(draw, depth + 1) for name in names},
+            "required": [name for name in names if draw.random() < 0.6],
+            "additionalProperties": draw.choice([False, False, {"type": "boolean"}]),
+        }
+    least = draw.randint(-5, 5)
+    most = least + draw.randint(1, 400)
+    few = {"minItems": draw.randint(0, 2), "maxItems": draw.randint(2, 4)}
+    sizes = {"minLength": draw.randint(0, 3), "maxLength": draw.randint(3, 9)}
+    return {
+        "string": lambda: {"type": "string", **draw.choice([{}, sizes])},
+        "integer": lambda: {"type": "integer", "minimum": least, "maximum": most},
+        "number": lambda: {"type": "number", "exclusiveMinimum": least, "maximum": most},
+        "boolean": lambda: {"type": "boolean"},
+        "null": lambda: {"type": "null"},
+        "enum": lambda: {"enum": draw.sample(["x", 3, None, True, 1.5, ["y"], {"z": "\\"}], 3)},
+        "const": lambda: {"const": draw.choice(["k", 7, [1, {"a": None}], 'line"'])},
+        "pattern": lambda: {
+            "type": "string",
+            "pattern": draw.choice(["^[a-c]{2,5}$", "^x+[0-9]$"]),
+        },
+        "format": lambda: {"type": "string", "format": draw.choice(["date", "uuid", "ipv4"])},
+        "array": lambda: {"type": "array", "items": random_schema(draw, depth + 1), **few},
+        "prefixItems": lambda: {
+            "type": "array",
+            "prefixItems": [random_schema(draw, depth + 1) for _ in range(2)],
+            "items": False,
+            "minItems": draw.randint(0, 2),
+        },
+        "anyOf": lambda: {"anyOf": [random_schema(draw, depth + 1) for _ in range(2)]},
+        "$ref": lambda: {"$ref": "#/$defs/t"},
+    }[kind]()
+
+
+@pytest.mark.slow
+def test_texts_of_200_random_schemas_are_valid(folder: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    draw = random.Random(0)
+    tree = {"type": "object", "properties": {"l": {"$ref": "#/$defs/t"}, "v": {"type": "integer"}},
+            "required": ["v"], "additionalProperties": False}  # fmt: skip
+    schemas = [{**random_schema(draw), "$defs": {"t": tree}} for _ in range(200)]
+    served = open_served(folder)
+    config = {**CONFIG, "cache_tokens": 8192, "slots": 16, "speculative": "ngram"}
+    engine, grammars = engine_of(served, EngineConfig(**config)), Grammars(served.tokenizer, [96])
+    completions = [
+        engine.prepare(
+            [1, 2, 3],
+            Sampling(max_tokens=3000, seed=seed),
+            grammar=grammars.compile("guided_json", "json", json.dumps(schema)),
+        )
+        for seed, schema in enumerate(schemas)
+    ]
+    for each in completions:
+        engine.queue(each)
+    while engine.scheduler.has_work:
+        engine.step()
+    for (each,), schema in zip(completions, schemas, strict=True):
+        assert each.finish_reason == "stop", (schema, each.text)  # none is cut at max_tokens
+        checker = jsonschema.FormatChecker()
+        jsonschema.Draft202012Validator(schema, format_checker=checker).validate(
+            json.loads(each.text)
+        )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.encoding import generators_of, set_generators
-from phalanx.checkpoint.files import verify
+from phalanx.checkpoint.files import open_tensors, verify
 from phalanx.checkpoint.frozen import check_frozen
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
@@ -35,7 +36,6 @@ from phalanx.checkpoint.optimizer_state import (
 )
 from phalanx.checkpoint.registered import is_extra_state
 from phalanx.checkpoint.sharding import ShardedAxis, Sharding, sharding_of
-from phalanx.checkpoint.tensor_file import open_file
 from phalanx.checkpoint.untrusted import brief
 from phalanx.comm.comm import local_shard
 from phalanx.comm.together import all_or_none, first_object, gather_objects, on_first_rank
@@ -219,7 +219,7 @@ def load(
     #     2. fill the room                              the moments' values are checked
     #     3. generators, then `take`                    both are undone if either raises
     #     4. the weights                                a file that fails now leaves a part loaded
-    _read(folder, tensors, held, doing)
+    _read(folder, about, tensors, held, doing)
     all_or_none(lambda: check_values(moments), doing)
     before = generators_of(model)
     try:
@@ -229,7 +229,7 @@ def load(
         set_generators(before)
         raise
     ours = {f"model.{name}": _held(tensor) for name, tensor in stored.items()}
-    _read(folder, tensors, ours, doing)
+    _read(folder, about, tensors, ours, doing)
     for parameter in trained.values():
         optimizer.state[parameter] = {}
     for stored_name, value in moments.items():
@@ -262,7 +262,7 @@ def load_weights(path: Path, model: nn.Module) -> Path:
         all_or_none(lambda: _check_weights(tensors, stored, elsewhere), doing)
         check_frozen(about.frozen, weights, doing)
         held = {f"model.{name}": _held(tensor) for name, tensor in stored.items()}
-        _read(folder, tensors, held, doing)
+        _read(folder, about, tensors, held, doing)
         return folder
 
     doing = f"cannot load the weights in {path}"
@@ -320,7 +320,7 @@ def _open(folder: Path, doing: str) -> tuple[Manifest, Index]:
     all_or_none(lambda: verify(folder, about, rank, num_ranks), doing)
 
     def read_index() -> Index:
-        tensors = index.read(folder, about.files)
+        tensors = index.read(folder / about.save, about.files)
         for name in tensors:
             kind, _, rest = name.partition(".")
             is_known = rest in ("cpu", "cuda") if kind == "generators" else bool(rest)
@@ -333,11 +333,14 @@ def _open(folder: Path, doing: str) -> tuple[Manifest, Index]:
     return about, on_first_rank(read_index, doing)
 
 
-def _read(folder: Path, tensors: Index, held: dict[str, LocalShard], doing: str) -> None:
+def _read(
+    folder: Path, about: Manifest, tensors: Index, held: dict[str, LocalShard], doing: str
+) -> None:
     """Fill this rank's shards `held` from the files of the checkpoint."""
     rank = dist.get_rank()
     wanted = {name: (each.local, each.sharding.box(rank)) for name, each in held.items()}
-    all_or_none(lambda: index.load(lambda file: open_file(folder / file), tensors, wanted), doing)
+    files = partial(open_tensors, folder, about)
+    all_or_none(lambda: index.load(files, tensors, wanted), doing)
 
 
 def _names_on_other_stages(tensors: Index, weights: dict[str, torch.Tensor]) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from phalanx.comm.together import reason_of
 from phalanx.errors import CheckpointError
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
+from phalanx.object_store import address_of
 from phalanx.storage import open_regular
 
 MOST_OPEN: Final = 256
@@ -59,38 +59,44 @@ class _Opened:
     folder: Path
     about: Manifest
     tensors: Index
-    files: dict[str, io.FileIO]
+    files: dict[str, Any]
 
     @staticmethod
     def of(folder: Path) -> _Opened:
         about = manifest.read(folder)
         try:
             files.verify(folder, about)
-            tensors = index.read(folder, about.files)
+            tensors = index.read(folder / about.save, about.files)
         except CheckpointError as error:
             raise CheckpointError(f"cannot read {folder}: {error}") from error
         opened = _Opened(folder, about, tensors, {})
         weakref.finalize(opened, _close, opened.files)
         # A run may remove the checkpoint while it is read: an open file stays readable.
         names = [name for name in about.files if name.endswith(SUFFIX)]
+        is_here = address_of(folder) is None
         try:
-            for name in names if len(names) <= MOST_OPEN else ():
-                opened.files[name] = open_regular(folder / name)
+            for name in names if is_here and len(names) <= MOST_OPEN else ():
+                opened.files[name] = open_regular(folder / about.save / name)
         except OSError as error:
             raise CheckpointError(f"cannot read {folder}: {reason_of(error)}") from error
         return opened
 
     def file(self, name: str) -> Any:
-        """Return the tensor file `name`, mapped into memory."""
+        """Return the tensor file `name`, mapped into memory, or of an object store."""
         file = self.files.get(name)
-        return open_file(self.folder / name, None if file is None else file.fileno())
+        if address_of(self.folder) is None:
+            path = self.folder / self.about.save / name
+            return open_file(path, None if file is None else file.fileno())
+        if file is None:  # kept with the blocks that it has read
+            file = self.files[name] = files.open_tensors(self.folder, self.about, name)
+        return file
 
     def close(self) -> None:
         """Close the files; `file` then opens them by their names."""
         _close(self.files)
 
 
-def _close(files: dict[str, io.FileIO]) -> None:
+def _close(files: dict[str, Any]) -> None:
     for file in files.values():
         file.close()
     files.clear()
@@ -137,7 +143,7 @@ def open_checkpoint(path: Path) -> Weights:
     def read(name: str) -> Tensor:
         try:
             return index.load_full(opened.file, tensors, f"model.{name}")
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             raise CheckpointError(f"cannot read the weights in {folder}: {error}") from error
 
     base = None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional, Range
 from phalanx.errors import ConfigError
+from phalanx.object_store import path_of
 from phalanx.report.output import print_json
 from phalanx.report.terminal import Preparation, Terminal
 
@@ -66,7 +67,7 @@ def run(argv: list[str]) -> int:
     terminal = Terminal()
     begin_s = time.perf_counter()
     with Preparation(terminal) as preparation:
-        converted = _convert(config, Path(config.source), Path(config.destination), preparation)
+        converted = _convert(config, path_of(config.source), Path(config.destination), preparation)
     took_s = time.perf_counter() - begin_s
     agreement, check = None, None
     if config.check:

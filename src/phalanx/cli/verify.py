@@ -15,7 +15,7 @@ from phalanx.config.fields import Use, check_values, settings, value_at
 from phalanx.config.help import show_config
 from phalanx.config.load import Loaded, load_config
 from phalanx.config.validate import check_warmup
-from phalanx.data.corpus import sources
+from phalanx.data.addresses import check_data
 from phalanx.errors import ConfigError
 from phalanx.report.output import print_json
 from phalanx.report.tabular import Line, Table
@@ -116,8 +116,7 @@ def _checked(config: AnyConfig) -> Strategy:
 
         check_sizes(config, strategy)
     else:  # check before the long verification of steps
-        if config.data is not None:
-            sources(config.data)
+        check_data(config.data)
         if config.corpus.seq_len > MOST_LENGTH:
             raise ConfigError(
                 f"corpus.seq_len is {config.corpus.seq_len:,}; expected at most {MOST_LENGTH:,}, "

@@ -44,6 +44,7 @@ from phalanx.hugging_face.folder import TensorFiles
 from phalanx.hugging_face.names import reader, table
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
+from phalanx.object_store import address_of, fetch
 from phalanx.storage import check_free, checksum, hint_of_missing, published
 
 Kind = Literal["hugging face", "phalanx", "peft"]
@@ -135,6 +136,8 @@ def kind_of(source: Path) -> Kind:
     Raises:
         CheckpointError: it does not exist, is not a folder, or is neither.
     """
+    if address_of(source) is not None and not manifest.complete_checkpoints(source):
+        fetch(source / manifest.NAME)
     if not source.exists():
         raise CheckpointError(f"{source} does not exist{hint_of_missing(source)}")
     if not source.is_dir():

@@ -9,8 +9,9 @@ from tokenizers import Tokenizer
 
 from phalanx.data.chat_template import ChatTemplate
 from phalanx.errors import ConfigError
+from phalanx.hugging_face.companions import DEFAULT
 from phalanx.infer.protocol import Message
-from phalanx.infer.served import DEFAULT, Served
+from phalanx.infer.served import Served
 
 MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "
 """End of the last message while a template renders it, with transformers' name."""

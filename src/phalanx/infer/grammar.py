@@ -49,13 +49,16 @@ class Matcher:
 
     def masks(self, draft: Sequence[int] = ()) -> list[Tensor]:
         """Return whether each id may come next, bool [ids], and again after each legal guess."""
-        state, masks = self._state, list[Tensor]()
+        state, masks, num_taken = self._state, list[Tensor](), 0
         for token in (*draft, None):
             bits = np.frombuffer(state.compute_bitmask(), np.uint8)
             masks.append(torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool())
-            if token is None or state.try_consume_tokens([token]) == 0 or state.is_stopped():
+            if token is None or state.try_consume_tokens([token]) == 0:
                 break
-        state.rollback(len(masks) - 1)
+            num_taken += 1
+            if state.is_stopped():
+                break
+        state.rollback(num_taken)
         return masks
 
     def take(self, token: int) -> bool:

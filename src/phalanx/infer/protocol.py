@@ -519,6 +519,21 @@ class ChatBody(GenerationBody):
         return ([] if choice == "none" else functions), forced
 
 
+class TokenizeBody(ChatBody):
+    """The body of `/tokenize`: a prompt or messages."""
+
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)] = []
+    prompt: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
 def parse(kind: type[Body], content: bytes, unknown: set[str] | None = None) -> Any:
     """Parse the bytes of a request body into an object of class `kind`.
 

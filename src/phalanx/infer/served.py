@@ -9,19 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from torch import Tensor
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.untrusted import brief, decode, read_json
+from phalanx.checkpoint.untrusted import read_json
 from phalanx.checkpoint.weights import Weights
+from phalanx.config.fields import check_value, settings
 from phalanx.data.tokenizer import count_ids, load_tokenizer
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.companions import (
-    TOKENIZER_CONFIG,
+    GENERATION,
+    chat_templates_of,
     ids_of,
     is_of_run,
     special_tokens_of,
@@ -30,13 +32,7 @@ from phalanx.hugging_face.companions import (
 from phalanx.hugging_face.convert import open_weights
 from phalanx.hugging_face.folder import is_hugging_face
 from phalanx.infer.adapters import AdapterSet, stacked
-from phalanx.infer.options import RequestError
-from phalanx.storage import read_text
-
-TEMPLATE = "chat_template.jinja"
-
-DEFAULT = "default"
-"""Name of the chat template that is used if a model has several."""
+from phalanx.infer.options import RequestError, SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class Served:
         tokenizer: tokenizer; text that spells a special token is encoded as plain text.
         begin_ids: ids to put before each text; None if the tokenizer itself adds them.
         end_ids: ids of the tokens that end a text.
-        chat_templates: name -> Jinja source of a chat template; see `DEFAULT`.
+        chat_templates: name -> Jinja source of a chat template; see `companions.DEFAULT`.
         template_names: variables for a template, such as `bos_token`.
         adapters: adapters in `weights` that requests name; None without any.
     """
@@ -158,7 +154,7 @@ def open_served(path: Path, lora_modules: Sequence[str] = ()) -> Served:
         tokenizer=tokenizer,
         begin_ids=_several(ids["bos_token_id"]) if is_run else None,
         end_ids=_several(ids["eos_token_id"]),
-        chat_templates=_templates(weights.folder),
+        chat_templates=chat_templates_of(weights.folder),
         template_names=names,
         adapters=adapters,
     )
@@ -171,24 +167,28 @@ def _several(ids: int | list[int] | None) -> tuple[int, ...]:
     return () if ids is None else (ids,)
 
 
-def _templates(folder: Path) -> dict[str, str]:
-    """Return the chat templates of a folder: name -> Jinja source."""
-    file = folder / TOKENIZER_CONFIG
-    templates: Any = (
-        read_json(file, may_be_link=True).get("chat_template") if file.is_file() else None
-    )
-    if (folder / TEMPLATE).is_file():
-        templates = read_text(folder / TEMPLATE)
-    if isinstance(templates, list):
+def sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Return the options of `SamplingSettings` that generation_config.json of a folder sets.
+
+    As in vLLM, `do_sample` counts for nothing.
+
+    Raises:
+        CheckpointError: the file is damaged, or an option has an illegal value.
+    """
+    file = folder / GENERATION
+    content = read_json(file, may_be_link=True) if file.is_file() else {}
+    names = {
+        each: each for each in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    }
+    names["max_new_tokens"] = "max_tokens"
+    chosen = {key: content[name] for name, key in names.items() if content.get(name) is not None}
+    for setting in settings(SamplingSettings):
         try:
-            by_name = {each["name"]: each["template"] for each in cast("list[Any]", templates)}
-            return decode(dict[str, str], by_name)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{file}: chat_template is {brief(templates)}; expected a string, or a list of "
-                "objects with name and template"
-            ) from error
-    return {DEFAULT: templates} if isinstance(templates, str) else {}
+            if setting.key in chosen:
+                check_value(setting, chosen[setting.key])
+        except ConfigError as error:
+            raise CheckpointError(f"{file}: {error}") from error
+    return chosen
 
 
 def fill_from(weights: Weights) -> Any:

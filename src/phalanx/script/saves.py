@@ -26,6 +26,7 @@ from phalanx.comm.together import on_first_rank
 from phalanx.errors import CheckpointError, ScriptError
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.launched import launched
+from phalanx.object_store import path_of
 from phalanx.script.checks import check_arguments
 from phalanx.script.loader import RankLoader
 from phalanx.script.order import JobGenerator
@@ -222,7 +223,7 @@ def _folder_of(call: str, folder: Any) -> Path:
     """Return the folder argument of `call` as a path, after checks."""
     if not isinstance(folder, str | Path) or not str(folder):
         raise ScriptError(f"{call}: the folder is {brief(folder)}; expected a path")
-    path = Path(folder)
+    path = path_of(folder)
     if path.is_file():
         raise ScriptError(f"{call}: {path} is a file; expected the folder of a run")
     return path

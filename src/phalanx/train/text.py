@@ -38,6 +38,7 @@ from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.products import arithmetic_in
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
+from phalanx.object_store import path_of
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.plan import FirstWeights, plan_decoder
 from phalanx.report.terminal import Terminal
@@ -129,7 +130,7 @@ class TextSession(Session):
             runner = self.plan.build(comm, fill)
         if job.init is not None and self.base is None:
             with notice_if_slow(f"reading weights from {job.init.folder}"):
-                read = state.load_weights(Path(str(job.config.init)), self.model)
+                read = state.load_weights(path_of(str(job.config.init)), self.model)
             if read.name != job.init.folder.name:
                 announce(f"read weights from {read}, which its run has saved meanwhile")
         return runner
@@ -184,6 +185,8 @@ class TextSession(Session):
 
     @override
     def scores(self, loss_sum: float) -> Mapping[str, float]:
+        if self.job.tokens.chat is not None:  # labels are some tokens of a text, not all its bytes
+            return {}
         token_bytes = self.job.tokens.token_bytes()
         num_bytes = self.validation.count_bytes(self._validation_rows(), token_bytes)
         return {"bits_per_byte": loss_sum / math.log(2) / num_bytes}
@@ -234,8 +237,14 @@ class TextSession(Session):
     def sample(self) -> str:
         job = self.job
         tokenizer = load_tokenizer(job.tokens.tokenizer)
-        prompt = job.config.prompt
-        if prompt is None:
+        prompt, ids, end_ids = job.config.prompt, None, [job.tokens.train.end_id]
+        if job.tokens.chat is not None:
+            from phalanx.data.chats import ChatStats  # imports jinja2
+
+            chat = ChatStats(**job.tokens.chat)
+            prompt, ids = chat.encode(tokenizer, prompt)
+            prompt, end_ids = f"user: {prompt}\nassistant: ", chat.end_ids
+        elif prompt is None:
             prompt = opening(job.tokens, tokenizer)
         # Eager, because each text length would be compiled. `set_stance` imports the compiler, so
         # it is called only if the run compiles.
@@ -246,7 +255,8 @@ class TextSession(Session):
                 self.step.run,
                 tokenizer,
                 prompt,
-                first_id=job.tokens.train.end_id,
+                ids=ids,
+                end_ids=end_ids,
                 seed=job.config.seed,
             )
 
