@@ -99,8 +99,9 @@ def serving(
     folder: Path, limits: Limits | None = None, follow_s: float | None = None, **config: Any
 ) -> Generator[Client]:
     """Serve a folder while the block runs."""
-    served = open_served(folder)
-    engine = engine_of(served, EngineConfig(**{**CONFIG, **config}))
+    settings = EngineConfig(**{**CONFIG, **config})
+    served = open_served(folder, settings.lora_modules)
+    engine = engine_of(served, settings)
     app = app_of(served, engine, limits or Limits(max_waiting=64), follow_s)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on"))
     thread = threading.Thread(target=server.run, daemon=True)

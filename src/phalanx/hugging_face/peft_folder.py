@@ -52,9 +52,8 @@ class LowRank(NamedTuple):
     scaling: float
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return the weight with the adapter, in float32 or wider."""
-        wide = torch.promote_types(torch.promote_types(weight.dtype, self.A.dtype), torch.float32)
-        return weight.to(wide).addmm(self.B.to(wide), self.A.to(wide), alpha=self.scaling)
+        """Return the weight with the adapter, in float64."""
+        return weight.double().addmm(self.B.double(), self.A.double(), alpha=self.scaling)
 
 
 Adapters = dict[str, LowRank]

@@ -84,7 +84,7 @@ def stacked(base: Weights, modules: Sequence[str]) -> tuple[Weights, AdapterSet]
         for start, adapter in zip(starts, adapters, strict=True):
             if (each := adapter.get(f"{module}.weight")) is not None:
                 features = slice(start, start + len(each.A))
-                lora_A[features], lora_B[:, features] = each.A, each.B * each.scaling
+                lora_A[features], lora_B[:, features] = each.A, each.B.double() * each.scaling
         return lora_A if letter == "A" else lora_B
 
     shape = dataclasses.replace(base.shape, lora=lora)

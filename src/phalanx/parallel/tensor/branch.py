@@ -100,9 +100,11 @@ class _Products:
         """Multiply x by all column weights, store the products, and return the placeholder."""
         weights = {column: matrix_of(column) for column in self._parts_of}
         # Adapters in float32 beside a base in bfloat16 read x in float32, as on one process.
-        first, *others = dict.fromkeys(weight.dtype for weight in weights.values())
+        # The linear maps of a decoder cast their weights instead.
+        types = {c: x.dtype if isinstance(c, Linear) else w.dtype for c, w in weights.items()}
+        first, *others = dict.fromkeys(types.values())
         for dtype in (first, *others):
-            columns = [column for column, weight in weights.items() if weight.dtype == dtype]
+            columns = [column for column in weights if types[column] == dtype]
             results = operators.column_parallel_linear(
                 self._layout,
                 x if dtype == first else x.to(dtype),
