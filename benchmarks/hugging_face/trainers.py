@@ -303,7 +303,18 @@ def command_of(strategy: str, out: Path, names: list[str]) -> list[str]:
         return [*python, "-m", "torch.distributed.run", "--nproc-per-node", "2", *words]
     if strategy in ("plain", "one"):
         return [*python, *words]
-    return [*python, "-m", "phalanx", "run", words[0], "--nproc", "2", "--no-proof", "--", *words[1:]]
+    return [
+        *python,
+        "-m",
+        "phalanx",
+        "run",
+        words[0],
+        "--nproc",
+        "2",
+        "--no-proof",
+        "--",
+        *words[1:],
+    ]
 
 
 def logs_of(strategy: str, names: list[str]) -> dict[str, Any]:
