@@ -93,7 +93,7 @@ def test_calls_are_parsed_however_the_text_is_cut(
                 name, arguments = found[each["index"]]
                 found[each["index"]] = name, arguments + each["function"]["arguments"]
         assert "".join(delta.get("content", "") for delta in deltas) == content
-        assert found == calls and parser.num_calls == len(calls)
+        assert found == calls and len(parser.calls) == len(calls)
 
 
 def test_a_whole_message_has_all_calls_or_the_first() -> None:
