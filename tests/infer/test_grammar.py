@@ -165,7 +165,7 @@ def test_masks_of_a_draft_leave_the_state(folder: Path, draft: str, num: int) ->
     matcher = Grammars(tokenizer, [96]).compile("guided_regex", "regex", "ab")
     masks = matcher.masks([token for token in tokenizer.encode(draft).ids if token < 95])
     legal = [[tokenizer.id_to_token(id) for id in mask.nonzero()[:, 0].tolist()] for mask in masks]
-    assert legal == [["a"], ["b"]][:num]
+    assert legal[:2] == [["a"], ["b"]][:num]
     assert [matcher.take(token) for token in tokenizer.encode("ab").ids[-2:]] == [False, True]
     assert matcher.failure is None
 
