@@ -6,9 +6,10 @@ long; 401 a missing or wrong API key; 404 another model; 408 a body that does no
 that has stopped, a server that ends, or logits that are not finite.
 
 Web pages of other sites, open in a browser on this host, can send requests to this server. Without
-a CORS preflight, which this server never grants, such a page can only send bodies of a form or
-plain text type: 415 refuses them. With DNS rebinding the site's own domain name resolves to this
-host, so the browser sees the same origin. The header Host then has that name: 403 (`Refusals`).
+a CORS preflight, which this server grants to `allowed_origins` alone, such a page can only send
+bodies of a form or plain text type: 415 refuses them. With DNS rebinding the site's own domain name
+resolves to this host, so the browser sees the same origin. The header Host then has that name: 403
+(`Refusals`).
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+import phalanx
 from phalanx.checkpoint import manifest
 from phalanx.errors import ConfigError
 from phalanx.infer.answers import Answer, envelope, error_body
@@ -48,7 +51,9 @@ from phalanx.infer.protocol import (
     ChatBody,
     CompletionBody,
     Constraint,
+    DetokenizeBody,
     GenerationBody,
+    TokenizeBody,
     parse,
 )
 from phalanx.infer.responses import ResponseAnswer, ResponseBody
@@ -176,11 +181,7 @@ class Gateway:
                 ]
                 encoded = [prompt[first:] for prompt in encoded]
                 for prompt in encoded:
-                    if prompt and not 0 <= min(prompt) <= max(prompt) < vocab_size:
-                        raise ConfigError(
-                            f"prompt has tokens from {min(prompt)} to {max(prompt)}; expected 0 to "
-                            f"{vocab_size - 1}, the vocabulary of the model"
-                        )
+                    check_ids(prompt, vocab_size)
             return encoded
 
         prompts = await asyncio.to_thread(encode)
@@ -268,6 +269,38 @@ class Gateway:
             constraint=constraint,
             answer=answer,
         )
+
+    async def tokenize(self, request: Request) -> Response:
+        """Answer `/tokenize`: tokens of a prompt or a chat as a completion would compute them."""
+        body: TokenizeBody = await self._body(request, TokenizeBody)
+        if (body.prompt is None) == (not body.messages):
+            raise RequestError("expected prompt or messages, one of them", "prompt")
+
+        def encode() -> list[int]:
+            with about_field("prompt" if body.messages == [] else "messages"):
+                if body.prompt is not None:
+                    return self.served.encode(body.prompt, has_begin=body.add_special_tokens)
+                return self._chat.encode(
+                    body.messages,
+                    tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
+                    starts_answer=body.add_generation_prompt,
+                    continues_last=bool(body.continue_final_message),
+                    values=body.template_values,
+                    has_begin=body.add_special_tokens,
+                )
+
+        tokens = await asyncio.to_thread(encode)
+        strings = [self.served.tokenizer.id_to_token(token) for token in tokens]
+        about = {"count": len(tokens), "max_model_len": self._most_tokens, "tokens": tokens}
+        return JSONResponse({**about, "token_strs": strings if body.return_token_strs else None})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Answer `/detokenize`: the text of tokens, special ones too."""
+        body: DetokenizeBody = await self._body(request, DetokenizeBody)
+        with about_field("tokens"):
+            check_ids(body.tokens, self.served.num_ids)
+        text = self.served.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": text})
 
     def close(self) -> None:
         """End all requests with an error, also those whose body is arriving, and refuse new ones.
@@ -412,6 +445,15 @@ class Gateway:
             self.thread.abandon(completions)
 
 
+def check_ids(tokens: Sequence[int], num_ids: int) -> None:
+    """Raise ConfigError if a token of a prompt is not in the vocabulary."""
+    if tokens and not 0 <= min(tokens) <= max(tokens) < num_ids:
+        raise ConfigError(
+            f"prompt has tokens from {min(tokens)} to {max(tokens)}; expected 0 to "
+            f"{num_ids - 1}, the vocabulary of the model"
+        )
+
+
 def check_number(num_prompts: int, num_choices: int, field: str = "n") -> None:
     """Raise RequestError if a request asks for no text, or for more than MAX_CHOICES."""
     num_texts = num_prompts * num_choices
@@ -494,15 +536,27 @@ def app_of(
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.gateway = gateway
     app.add_middleware(Refusals, is_local=limits.is_local)
+    if limits.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=limits.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
     for kind in REFUSALS:
         app.add_exception_handler(kind, refuse)
     app.add_api_route("/v1/completions", gateway.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", gateway.chats, methods=["POST"])
     app.add_api_route("/v1/responses", gateway.responses, methods=["POST"])
+    app.add_api_route("/tokenize", gateway.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", gateway.detokenize, methods=["POST"])
     page = files("phalanx.infer").joinpath("page.html").read_text("utf-8")
     about_model = envelope(served.name, "model", served.name)
     about_model["created"] = int(existing(folder).stat().st_mtime)
-    about_model |= {"owned_by": "phalanx", "max_model_len": served.weights.shape.max_seq_len}
+    about_model |= {"owned_by": "phalanx", "max_model_len": engine.max_total_tokens}
+    about_models = [
+        {**about_model, "id": name, "root": served.name} for name in (served.name, *limits.names)
+    ]
 
     @app.get("/")
     async def front() -> Response:
@@ -510,12 +564,12 @@ def app_of(
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return JSONResponse({"object": "list", "data": [about_model]})
+        return JSONResponse({"object": "list", "data": about_models})
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         gateway.check_model(name)
-        return JSONResponse(about_model)
+        return JSONResponse(next(each for each in about_models if each["id"] == name))
 
     @app.get("/health")
     async def health() -> Response:
@@ -523,6 +577,14 @@ def app_of(
         if failure is not None:
             return JSONResponse(error_body(failure, "server_error"), 503)
         return JSONResponse({"status": "ok"})
+
+    @app.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> Response:
+        return await health()
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": phalanx.__version__})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -535,5 +597,5 @@ def app_of(
         about |= {"has_key": limits.api_key is not None}
         return JSONResponse({**about, **gateway.metrics.values()})
 
-    _ = front, models, model, health, metrics, stats
+    _ = front, models, model, ping, version, metrics, stats
     return app

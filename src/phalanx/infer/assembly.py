@@ -36,6 +36,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.measure.environment import free_memory_bytes, has_fast_bfloat16
 from phalanx.models.decoder import Decoder
+from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import plan_decoder
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.strategy import Strategy
@@ -226,11 +227,25 @@ def assemble(
             is_chunked=config.chunked_prefill,
             guess=ngrams and ngrams.draft,
         ),
-        max_seq_len=served.weights.shape.max_seq_len,
+        max_seq_len=max_len_of(config, served.weights.shape),
         end_ids=served.end_ids,
         tokenizer=served.tokenizer,
         load=runner.load,
     )
+
+
+def max_len_of(config: EngineConfig, shape: ModelShape) -> int:
+    """Return the most tokens of a sequence.
+
+    Raises:
+        ConfigError: `max_model_len` exceeds the positions of the model.
+    """
+    if (most := config.max_model_len) is not None and most > shape.max_seq_len:
+        raise ConfigError(
+            f"max_model_len is {most:,}; expected at most {shape.max_seq_len:,}, the positions of "
+            "the model"
+        )
+    return most or shape.max_seq_len
 
 
 def torch_device(name: str) -> torch.device:
@@ -269,7 +284,7 @@ def num_blocks_of(config: EngineConfig, model: Decoder, num_shards: int = 1) -> 
         ConfigError: `cache_tokens` positions, or a single block, do not fit into free memory.
     """
     size, shape, weight = config.block_size, model.shape, next(model.parameters())
-    longest = -(-shape.max_seq_len // size)
+    longest = -(-max_len_of(config, shape) // size)
     num_groups = shape.num_kv_heads // num_shards
     head_bytes = weight.dtype.itemsize * shape.head_dim
     if config.cache != "full":

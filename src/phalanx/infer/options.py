@@ -144,6 +144,8 @@ class EngineConfig:
     cache_tokens: Annotated[int | None, Range(1)] = None
     """Positions of the whole cache; if unset, the longest sequence for every slot, or less where
     memory is short."""
+    max_model_len: Annotated[int | None, Range(1)] = None
+    """Most tokens of a prompt and its continuation; if unset, the positions of the model."""
     weights: Literal["full", "int8"] = "full"
     """int8 rounds the linear maps of the blocks, a scale for each output; less memory, not less
     time."""

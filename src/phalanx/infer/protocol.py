@@ -1,6 +1,6 @@
 """Bodies of HTTP requests in the format of OpenAI's API: parse and validate.
 
-The table of `fields.py` lists the fields that are refused, and their values without effect.
+The table of `request_fields.py` lists the fields that are refused, and their values without effect.
 `SamplingSettings` declares the legal values of a sampling option, once.
 """
 
@@ -29,7 +29,6 @@ from typing_extensions import override
 
 from phalanx.config.fields import Range, check_value, settings, value_at
 from phalanx.errors import ConfigError
-from phalanx.infer.fields import neutral_of
 from phalanx.infer.grammar import Kind
 from phalanx.infer.options import (
     MAX_LOGPROBS,
@@ -38,6 +37,7 @@ from phalanx.infer.options import (
     SamplingSettings,
     about_field,
 )
+from phalanx.infer.request_fields import neutral_of
 
 if TYPE_CHECKING:
     from phalanx.infer.served import Served
@@ -514,6 +514,21 @@ class ChatBody(GenerationBody):
             names = ", ".join(each.name for each in functions)[:300] or "none"
             raise RequestError(f"tool_choice is {wanted}; the tools are {names}", "tool_choice")
         return ([] if choice == "none" else functions), forced
+
+
+class TokenizeBody(ChatBody):
+    """The body of `/tokenize`: a prompt or messages."""
+
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)] = []
+    prompt: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds
 
 
 def parse(kind: type[Body], content: bytes, unknown: set[str] | None = None) -> Any:

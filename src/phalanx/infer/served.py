@@ -17,9 +17,11 @@ from torch import Tensor
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.untrusted import brief, decode, read_json
 from phalanx.checkpoint.weights import Weights, open_checkpoint
+from phalanx.config.fields import check_value, settings
 from phalanx.data.tokenizer import count_ids, load_tokenizer
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.companions import (
+    GENERATION,
     TOKENIZER_CONFIG,
     ids_of,
     is_of_run,
@@ -27,7 +29,7 @@ from phalanx.hugging_face.companions import (
     tokenizer_of,
 )
 from phalanx.hugging_face.convert import kind_of, open_hugging_face
-from phalanx.infer.options import RequestError
+from phalanx.infer.options import RequestError, SamplingSettings
 from phalanx.storage import read_text
 
 TEMPLATE = "chat_template.jinja"
@@ -180,6 +182,30 @@ def _templates(folder: Path) -> dict[str, str]:
                 "objects with name and template"
             ) from error
     return {DEFAULT: templates} if isinstance(templates, str) else {}
+
+
+def sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Return the options of `SamplingSettings` that generation_config.json of a folder sets.
+
+    As in vLLM, `do_sample` counts for nothing.
+
+    Raises:
+        CheckpointError: the file is damaged, or an option has an illegal value.
+    """
+    file = folder / GENERATION
+    content = read_json(file, may_be_link=True) if file.is_file() else {}
+    names = {
+        each: each for each in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    }
+    names["max_new_tokens"] = "max_tokens"
+    chosen = {key: content[name] for name, key in names.items() if content.get(name) is not None}
+    for setting in settings(SamplingSettings):
+        try:
+            if setting.key in chosen:
+                check_value(setting, chosen[setting.key])
+        except ConfigError as error:
+            raise CheckpointError(f"{file}: {error}") from error
+    return chosen
 
 
 def fill_from(weights: Weights) -> Any:

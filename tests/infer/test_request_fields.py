@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 from served_model import Client, published, serving
 
+import phalanx
+from phalanx.errors import ConfigError
 from phalanx.infer.app import Limits
-from phalanx.infer.fields import FIELDS, values_of
+from phalanx.infer.assembly import engine_of
+from phalanx.infer.options import EngineConfig
+from phalanx.infer.request_fields import FIELDS, values_of
+from phalanx.infer.served import open_served
 
 PATHS = {"completions": "/v1/completions", "chats": "/v1/chat/completions"}
 BODIES: dict[str, dict[str, Any]] = {
@@ -201,3 +206,44 @@ def test_a_stream_counts_and_names_tokens_by_id(client: Client) -> None:
     assert names == [f"token_id:{id}" for id in tokens] and len(tokens) == 4
     assert pieces[0]["choices"][0]["prompt_token_ids"] == [95, *ids("Once")]
     assert last["id"] == "cmpl-abc"
+
+
+def test_other_endpoints_and_what_a_server_takes_for_granted(folder: Path) -> None:
+    limits = Limits(
+        names=("other",),
+        defaults={"temperature": 0.0, "repetition_penalty": 1.5, "max_tokens": 3},
+        allowed_origins=("http://page.example",),
+    )
+    with serving(folder, limits, max_model_len=64) as client:
+        (first, second) = client.ask("/v1/models")[1]["data"]
+        assert (first["id"], second["id"], second["root"]) == ("hf", "other", "hf")
+        assert first["max_model_len"] == 64 and client.ask("/v1/models/other")[1] == second
+        explicit = completed(client, repetition_penalty=1.5, model="other")
+        body = {**BODIES["completions"], "max_tokens": 4}
+        assert client.ask(PATHS["completions"], body)[1]["choices"] == explicit["choices"]
+        body = {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}
+        assert client.ask(PATHS["chats"], body)[1]["usage"]["completion_tokens"] == 3
+        body["max_tokens"] = 5
+        assert client.ask(PATHS["chats"], body)[1]["usage"]["completion_tokens"] == 5
+        status, answer = client.ask("/tokenize", {"prompt": "ab", "return_token_strs": True})
+        assert (status, answer["tokens"], answer["count"]) == (200, [95, *ids("ab")], 3)
+        assert (answer["max_model_len"], answer["token_strs"]) == (64, ["<s>", "a", "b"])
+        plain = client.ask("/tokenize", {"prompt": "ab", "add_special_tokens": False})[1]
+        assert plain["tokens"] == ids("ab")
+        chat = client.ask("/tokenize", {"messages": body["messages"]})[1]["tokens"]
+        assert chat == told(client, "hi", return_token_ids=True)["prompt_token_ids"]
+        assert client.ask("/detokenize", {"tokens": chat})[1]["prompt"].startswith("<s>")
+        for wrong in ({}, {"prompt": "a", **body}, {"prompt": 3}):
+            assert client.ask("/tokenize", wrong)[0] == 400
+        assert client.ask("/detokenize", {"tokens": [97]})[0] == 400
+        assert client.ask("/version")[1] == {"version": phalanx.__version__}
+        assert client.ask("/ping")[0] == client.ask("/ping", {})[0] == 200
+        for origin, allowed in (("http://page.example", "http://page.example"), ("http://x", None)):
+            connection = client.connect()
+            asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            connection.request("OPTIONS", PATHS["chats"], headers=asked)
+            answer = connection.getresponse()
+            assert answer.getheader("Access-Control-Allow-Origin") == allowed
+            connection.close()
+    with pytest.raises(ConfigError, match="max_model_len is 129; expected at most 128"):
+        engine_of(open_served(folder), EngineConfig(max_model_len=129, device="cpu"))
