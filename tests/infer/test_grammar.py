@@ -70,7 +70,7 @@ def test_texts_match_what_constrains_them(client: Client) -> None:
 
 def test_a_vocabulary_that_cannot_spell_the_rest_is_an_error(client: Client) -> None:
     status, answer = client.ask("/v1/chat/completions", {**CHAT, "guided_choice": ["a \u2603"]})
-    assert status == 503 and "the grammar cannot go on: NoExt" in answer["error"]["message"]
+    assert status == 503 and "the grammar cannot continue: NoExt" in answer["error"]["message"]
 
 
 def test_a_broken_constraint_is_refused_with_the_reason(client: Client) -> None:

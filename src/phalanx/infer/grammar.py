@@ -58,12 +58,12 @@ class Matcher:
         return masks
 
     def take(self, token: int) -> bool:
-        """Go on after `token`, and return whether nothing but the end of the text may follow."""
+        """Take `token` into the state, and return whether nothing but the end of the text may follow."""
         state = self._state
         state.consume_token(token)
         if state.is_stopped() and not state.is_accepting():
             why = _brief(state.get_error()) or "the vocabulary has no token that may follow"
-            self.failure = f"the grammar cannot go on: {why}"
+            self.failure = f"the grammar cannot continue: {why}"
         return state.is_stopped()
 
 
@@ -80,8 +80,7 @@ class Grammars:
         `field` is the field of the request that has the constraint.
 
         Raises:
-            ConfigError: the constraint is invalid or uses what is not supported, or llguidance is
-                not installed.
+            ConfigError: the constraint is invalid or not supported, or llguidance is not installed.
         """
         try:
             matcher = self._compile(kind, text)

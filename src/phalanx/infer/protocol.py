@@ -501,7 +501,7 @@ class ChatBody(GenerationBody):
 
     @property
     def functions(self) -> tuple[list[Function], list[Function]]:
-        """The functions that the model may call, and those of which it has to call one.
+        """The functions that the model may call, and the ones of which it has to call one.
 
         Raises:
             RequestError: `tool_choice` requires a function that is not among the tools.

@@ -1,6 +1,6 @@
 r"""Calls of tools in the text of a chat: parse them as they arrive, or constrain a text to them.
 
-A model writes calls in the format of its family, which its chat template has taught it:
+A model writes calls in the format of its form, which its chat template has taught it:
 
     hermes        <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>      also Qwen
     llama3_json   {"name": "f", "parameters": {"x": 1}}; {"name": ...                 the whole text
@@ -27,7 +27,7 @@ from phalanx.infer.protocol import Function
 
 
 @dataclass(frozen=True)
-class Family:
+class CallFormat:
     """Format of calls.
 
     Attributes:
@@ -46,16 +46,16 @@ class Family:
     is_bare: bool = False
 
 
-HERMES = Family("<tool_call>", "</tool_call>", "arguments", "\n", "<tool_call>")
-MISTRAL = Family("[TOOL_CALLS]", "", "arguments", ", ", "[TOOL_CALLS]")
-LLAMA = Family("<|python_tag|>", "", "parameters", "; ", '"parameters"', is_bare=True)
-FAMILIES: Final = {"hermes": HERMES, "mistral": MISTRAL, "llama3_json": LLAMA}
+HERMES = CallFormat("<tool_call>", "</tool_call>", "arguments", "\n", "<tool_call>")
+MISTRAL = CallFormat("[TOOL_CALLS]", "", "arguments", ", ", "[TOOL_CALLS]")
+LLAMA = CallFormat("<|python_tag|>", "", "parameters", "; ", '"parameters"', is_bare=True)
+CALL_FORMATS: Final = {"hermes": HERMES, "mistral": MISTRAL, "llama3_json": LLAMA}
 """Value of the setting `tool_call_parser` -> format."""
 
 
-def family_of(template: str) -> Family | None:
+def format_of(template: str) -> CallFormat | None:
     """Return the first format whose sign is in a chat template; None if it renders no tools."""
-    families = FAMILIES.values() if re.search(r"\btools\b", template) else ()
+    families = CALL_FORMATS.values() if re.search(r"\btools\b", template) else ()
     return next((each for each in families if each.sign in template), None)
 
 
@@ -82,15 +82,15 @@ def end_of(text: str, begin: int) -> int | None:
 
 
 def split(
-    text: str, family: Family, names: Sequence[str], *, is_last: bool
+    text: str, form: CallFormat, names: Sequence[str], *, is_last: bool
 ) -> tuple[str, list[tuple[str, str]]]:
     """Return the content of a text and its calls so far, as (name, arguments in JSON).
 
     Text that is no call in the format is content, and text after a call is left out. A longer text
     only appends to the results, until the text `is_last`.
     """
-    begin, start, calls = family.begin, text.find(family.begin), list[tuple[str, str]]()
-    is_bare = family.is_bare and text.lstrip()[:1] in ("{", "")
+    begin, start, calls = form.begin, text.find(form.begin), list[tuple[str, str]]()
+    is_bare = form.is_bare and text.lstrip()[:1] in ("{", "")
     if start < 0 and not is_bare:
         if is_last:
             return text, []
@@ -98,7 +98,7 @@ def split(
         num = next(n for n in range(len(begin) - 1, -1, -1) if text.endswith(begin[:n]))
         return text[: len(text) - num].rstrip(), []
     content, at = text[: max(start, 0)].rstrip(), 0 if is_bare else start
-    marks = "|".join(re.escape(mark) for mark in (begin, family.end) if mark)
+    marks = "|".join(re.escape(mark) for mark in (begin, form.end) if mark)
     skipped = re.compile(rf"(?:{marks}|[\s,;\[\]])+")
     while True:
         if (between := skipped.match(text, at)) is not None:
@@ -107,7 +107,7 @@ def split(
         head = HEAD.match(text, at)
         if head is not None and (not is_bare or head[1] in names):
             calls.append((head[1], text[head.end() : end_of(text, head.end())]))
-        elif not family.end and (named := NAMED.match(text, at)) is not None:
+        elif not form.end and (named := NAMED.match(text, at)) is not None:
             end = end_of(text, named.end())
             calls.append((named[1], text[named.end() : end]))
         elif end is not None:  # such as arguments before the name
@@ -122,7 +122,7 @@ def split(
                 (str(name), arguments if isinstance(arguments, str) else json.dumps(arguments))
             )
         else:
-            is_junk = is_last or (family.end and text[at : at + 1] not in ("", "{", "<"))
+            is_junk = is_last or (form.end and text[at : at + 1] not in ("", "{", "<"))
             return (text, []) if is_junk and not calls else (content, calls)
         if end is None:
             return content, calls
@@ -132,25 +132,25 @@ def split(
 class CallParser:
     """Splits the text of one choice into the deltas of OpenAI's stream: content and calls."""
 
-    def __init__(self, family: Family, names: Sequence[str], *, is_single: bool = False) -> None:
+    def __init__(self, form: CallFormat, names: Sequence[str], *, is_single: bool = False) -> None:
         """Create a parser; if `is_single` it leaves out all calls but the first.
 
         A text without the format's `begin` is a call only if it calls one of `names`.
         """
-        self._family, self._names, self._most = family, names, 1 if is_single else None
+        self._form, self._names, self._most = form, names, 1 if is_single else None
         self._text, self._content = "", ""
         self.calls: list[dict[str, Any]] = []
 
     def take(self, text: str, *, is_last: bool = False) -> list[dict[str, Any]]:
         """Return the deltas that are decided after more text."""
         self._text += text
-        content, calls = split(self._text, self._family, self._names, is_last=is_last)
+        content, calls = split(self._text, self._form, self._names, is_last=is_last)
         new, self._content = content[len(self._content) :], content
         deltas: list[dict[str, Any]] = [{"content": new}] if new else []
         for index, (name, arguments) in enumerate(calls[: self._most]):
             if index == len(self.calls):
                 # Mistral's templates accept ids of nine letters and digits alone.
-                id = token_hex(5)[:9] if self._family is MISTRAL else f"call_{token_hex(12)}"
+                id = token_hex(5)[:9] if self._form is MISTRAL else f"call_{token_hex(12)}"
                 call = {"id": id, "type": "function", "function": {"name": name, "arguments": ""}}
                 self.calls.append(copy.deepcopy(call))
                 deltas.append({"tool_calls": [{"index": index, **call}]})
@@ -168,7 +168,7 @@ class CallParser:
 
 
 def grammar_of(
-    family: Family, functions: Sequence[Function], tokenizer: Tokenizer, *, is_single: bool
+    form: CallFormat, functions: Sequence[Function], tokenizer: Tokenizer, *, is_single: bool
 ) -> str:
     """Return the Lark grammar of one call of functions, or of several if not `is_single`."""
 
@@ -177,8 +177,8 @@ def grammar_of(
         added = None if id is None else tokenizer.get_added_tokens_decoder().get(id)
         return f"<[{id}]>" if added is not None and added.special else json.dumps(text)
 
-    begin = literal(family.begin)
-    has_names = family is MISTRAL and tokenizer.token_to_id("[ARGS]") is not None
+    begin = literal(form.begin)
+    has_names = form is MISTRAL and tokenizer.token_to_id("[ARGS]") is not None
     rules, calls = list[str](), list[str]()
     for number, function in enumerate(functions):
         schema = function.parameters or {"type": "object", "properties": {}}
@@ -186,12 +186,12 @@ def grammar_of(
         if has_names:
             call = f"{begin} {json.dumps(function.name)} {literal('[ARGS]')} a{number}"
         else:
-            head = f'{{"name": "{function.name}", "{family.arguments}": '
+            head = f'{{"name": "{function.name}", "{form.arguments}": '
             call = f'{json.dumps(head)} a{number} "}}"'
-            call = f'{begin} "\\n" {call} "\\n" {literal(family.end)}' if family.end else call
+            call = f'{begin} "\\n" {call} "\\n" {literal(form.end)}' if form.end else call
         calls.append(call)
-    several = "call+" if has_names else f"call ({json.dumps(family.between)} call)*"
+    several = "call+" if has_names else f"call ({json.dumps(form.between)} call)*"
     start = "call" if is_single else several
-    if family is MISTRAL and not has_names:
+    if form is MISTRAL and not has_names:
         start = f'{begin} "[" {start} "]"'
     return "\n".join([f"start: {start}", f"call: {' | '.join(calls)}", *rules])
