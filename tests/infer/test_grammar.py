@@ -53,6 +53,8 @@ def test_texts_match_what_constrains_them(client: Client) -> None:
         ({"response_format": {"type": "json_object"}}, r"\{.*\}"),
         ({"response_format": schema}, ""),
         ({"guided_json": json.dumps(POINT)}, ""),
+        ({"structured_outputs": {"json": POINT}}, ""),
+        ({"structured_outputs": {"json_object": True}}, r"\{.*\}"),
     ]
     for seed in (3, 4):
         for field, pattern in fields:

@@ -58,7 +58,7 @@ class Matcher:
         return masks
 
     def take(self, token: int) -> bool:
-        """Take `token` into the state, and return whether nothing but the end of the text may follow."""
+        """Take `token` into the state; return whether only the end of the text may follow."""
         state = self._state
         state.consume_token(token)
         if state.is_stopped() and not state.is_accepting():

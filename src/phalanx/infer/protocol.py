@@ -89,9 +89,10 @@ class Body(BaseModel):
         if not isinstance(values, dict):
             return values
         unknown: set[str] | None = info.context
+        known = {field.alias or name for name, field in cls.model_fields.items()}
 
         def is_kept(name: str, value: Any) -> bool:
-            if name in cls.model_fields:
+            if name in known:
                 return True
             if value is None:
                 return False
@@ -391,7 +392,9 @@ class CompletionBody(GenerationBody):
 class MessagePart(Body):
     """A content part of a message; only text parts are supported."""
 
-    type: Literal["text"]
+    neutral = {"annotations": None, "logprobs": None}
+
+    type: Literal["text", "input_text", "output_text"]  # in chats; in the input of responses
     text: str
 
 
