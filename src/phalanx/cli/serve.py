@@ -158,6 +158,7 @@ ALIASES: Final[Mapping[str, tuple[str, Mapping[str, str] | None]]] = {
     "model": ("", {}),
     "tensor-parallel-size": ("--strategy", {}),
     "dtype": ("--precision", {**DTYPES, "float": "float32"}),
+    "speculative-config": ("--speculative", {}),
     "max-num-seqs": ("--slots", {}),
     "max-num-batched-tokens": ("--budget", {}),
     "kv-cache-dtype": ("--cache", {"auto": "full", "fp8_e4m3": "fp8"}),

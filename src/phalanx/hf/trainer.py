@@ -233,8 +233,10 @@ class RankTrainer(PlainTrainer):
         with torch.no_grad(), self.compute_loss_context_manager():
             one, two = (
                 self.ranks.run.sum(
-                    self.compute_loss(
-                        model, self._prepare_inputs({**rows}), num_items_in_batch=number
+                    torch.as_tensor(
+                        self.compute_loss(
+                            model, self._prepare_inputs({**rows}), num_items_in_batch=number
+                        )
                     ).nan_to_num()
                 )
                 for number in (num_items, 2 * num_items)
