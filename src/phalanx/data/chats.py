@@ -245,11 +245,7 @@ class _Encoder:
         try:
             text, spans = self._template.render_answers(chat.messages, chat.tools, chat.turns)
         except ConfigError as error:
-            raise DataError(
-                f"{document.name}: {error}; give a template with {{% generation %}} around its "
-                "answers by --chat-template FILE, or, if later turns change earlier ones, train on "
-                "the last answers alone by --corpus.turns last"
-            ) from error
+            raise DataError(f"{document.name}: {error}") from error
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.uint32)
         marked, last_ids = ids.copy(), list[int]()
