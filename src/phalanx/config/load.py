@@ -121,7 +121,7 @@ def missing_path_notes(loaded: Loaded[TrainConfig]) -> list[str]:
     lines: list[str] = []
     for key in keys_for(TrainConfig, Use.PATH):
         value, source = value_at(loaded.config, key), loaded.sources[key]
-        if value is None or is_address(value):
+        if value is None or "*" in value or is_address(value):  # a glob, a mixture or an address
             continue
         if os.path.exists(value) or not os.path.isfile(source):
             continue
