@@ -181,7 +181,7 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = None
     allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1)] = None
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
     stop_token_ids: TokenIds | None = None
