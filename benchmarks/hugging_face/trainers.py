@@ -127,7 +127,7 @@ class Side:
 
     def trainer(self, name: str, model: Any, args: Any, **own: Any) -> Any:
         if self.strategy[:2] == "tp" and args.gradient_checkpointing:  # tp recomputes itself
-            args.gradient_checkpointing = False
+            args.gradient_checkpointing = args.activation_checkpointing = False
             own["strategy"] = f"{self.strategy},recompute:full"
         return self.kind(name)(model, args=args, **{**self.more, **own})
 
@@ -303,7 +303,18 @@ def command_of(strategy: str, out: Path, names: list[str]) -> list[str]:
         return [*python, "-m", "torch.distributed.run", "--nproc-per-node", "2", *words]
     if strategy in ("plain", "one"):
         return [*python, *words]
-    return [*python, "-m", "phalanx", "run", words[0], "--nproc", "2", "--no-proof", "--", *words[1:]]
+    return [
+        *python,
+        "-m",
+        "phalanx",
+        "run",
+        words[0],
+        "--nproc",
+        "2",
+        "--no-proof",
+        "--",
+        *words[1:],
+    ]
 
 
 def logs_of(strategy: str, names: list[str]) -> dict[str, Any]:
