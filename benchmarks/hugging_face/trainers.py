@@ -127,7 +127,7 @@ class Side:
 
     def trainer(self, name: str, model: Any, args: Any, **own: Any) -> Any:
         if self.strategy[:2] == "tp" and args.gradient_checkpointing:  # tp recomputes itself
-            args.gradient_checkpointing = False
+            args.gradient_checkpointing = args.activation_checkpointing = False
             own["strategy"] = f"{self.strategy},recompute:full"
         return self.kind(name)(model, args=args, **{**self.more, **own})
 

@@ -190,7 +190,7 @@ class RankAccelerator(Accelerator):
         elif strategy.fsdp.degree * strategy.tp.degree > 1:  # such as the reference model of DPO
             model.requires_grad_(False)
             with _original_names(model):
-                Plan(strategy, model).build(self.run.comm)
+                Plan(strategy, model, roles=self._roles(model)).build(self.run.comm)
         return prepared
 
     def _split(self, models: list[nn.Module], optimizers: list[Any]) -> None:
@@ -199,8 +199,20 @@ class RankAccelerator(Accelerator):
             self._begin(self._new_run())
         if new or optimizers:
             with _original_names(*new):
-                self.run.prepare(*new, *optimizers)
+                self.run.prepare(*new, *optimizers, roles=self._roles(new[0]) if new else None)
             self._trained = new[0] if new else self._trained
+
+    def _roles(self, model: nn.Module) -> dict[str, str] | None:
+        """Return tp's role of the head if TRL has replaced the forward; None: the built-in ones.
+
+        That forward reads the whole weight of the head, and the output of the last norm, itself.
+        """
+        codes: list[Any] = [getattr(each.forward, "__code__", None) for each in model.modules()]
+        is_fused = any("fused_lm_head" in code.co_varnames for code in codes if code is not None)
+        if self.run.strategy.tp.degree == 1 or not is_fused:
+            return None
+        head = cast(Any, model).get_output_embeddings()
+        return {name: "full" for name, each in model.named_modules() if each is head}
 
     @override
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
