@@ -34,6 +34,7 @@ ACROSS = {
     "comm/test_nccl.py": "every collective by the rules of NCCL",
     "comm/test_one_way_groups.py": "meshes: groups between neighbours of a pipeline",
     "data/test_holdout.py": "tokens: documents that are held out for validation",
+    "infer/test_evaluation.py": "the server as lm-evaluation-harness asks it",
     "infer/test_follow.py": "engine_thread and assembly: weights of later checkpoints of a run",
     "infer/test_generate.py": "cli/generate on a trained run and on published folders",
     "infer/test_on_a_gpu.py": "engine and runner on a GPU",
