@@ -20,6 +20,7 @@ ROWS = [
     ["errors"],
     ["report"],
     ["strategy", "storage"],
+    ["object_store"],
     ["config"],
     ["models"],
     ["comm"],

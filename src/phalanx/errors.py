@@ -8,6 +8,7 @@ PhalanxError                 base of the errors below; the command line prints i
 ├── ScriptError              a script's call of Phalanx or torch would give wrong results
 ├── DataError                a corpus, tokenizer or token file is missing, empty or unreadable
 ├── CheckpointError          a checkpoint is missing, incomplete or from another model
+├── StoreError               an object store refuses a request, or fails it each time
 └── TrainingError            training went wrong, such as a loss that is not finite
     ├── CollectiveMismatch   ranks of a group call different collectives, or one makes no call
     ├── PeerLost             another rank has left; that rank is the cause of the job's failure
@@ -108,6 +109,13 @@ class DataError(PhalanxError):
 
 class CheckpointError(PhalanxError):
     """A checkpoint is missing, incomplete or from another model."""
+
+
+class StoreError(PhalanxError, OSError):
+    """An object store refuses a request, or has failed it each time."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
 
 
 class TrainingError(PhalanxError):

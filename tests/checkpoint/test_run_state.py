@@ -12,6 +12,7 @@ from runs import ABOUT
 from torch import nn
 
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.frozen import FrozenWeights
 from phalanx.checkpoint.registered import Registered
 from phalanx.checkpoint.run_state import RunState, Several
 from phalanx.checkpoint.untrusted import write_json
@@ -62,7 +63,8 @@ class Number:
 
 
 def load(parts: dict[str, Any], states: dict[str, Any]) -> None:
-    RunState(nn.Linear(1, 1), [], parts, Registered())._load_parts(states)
+    model = nn.Linear(1, 1)
+    RunState(model, [], parts, Registered(), FrozenWeights(model))._load_parts(states)
 
 
 def test_a_part_takes_its_own_state_and_a_new_one_keeps_what_it_has() -> None:

@@ -42,7 +42,7 @@ def test_paragraphs_are_whole_and_unset_values_are_explained(help_of_train: str)
     rows = [line.strip("│ ") for line in help_of_train.splitlines()]
     text = " ".join(rows)
     assert "global_size = microbatch x accumulation x data ranks; two give the third" in text
-    assert "relative to the working folder; the standard library of this Python if unset" in text
+    assert "or an address such as s3://bucket/web: .txt, .md, .py, .jsonl and .json" in text
     assert max(map(len, help_of_train.splitlines())) <= 100
 
 

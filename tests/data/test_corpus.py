@@ -7,9 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-import zstandard
 
-from phalanx.data.corpus import Document, documents, left_out
+from phalanx.data.corpus import Document, absolute, documents, left_out, mixture_of
 from phalanx.errors import DataError
 
 
@@ -102,7 +101,9 @@ def test_parquet_without_pyarrow_says_what_to_install(
 
 
 def compressed(text: bytes, kind: str) -> bytes:
-    return gzip.compress(text) if kind == ".gz" else zstandard.compress(text)
+    if kind == ".gz":
+        return gzip.compress(text)
+    return pytest.importorskip("pyarrow").Codec("zstd").compress(text, asbytes=True)
 
 
 @pytest.mark.parametrize("kind", [".gz", ".zst"])
@@ -125,6 +126,17 @@ def test_compressed_files_have_the_documents_of_plain_ones(tmp_path: Path, kind:
         refuses(tmp_path, f"a.jsonl{kind} is not a {kind} file, or it is damaged")
     (tmp_path / f"a.jsonl{kind}").write_bytes(b"no such file")
     refuses(tmp_path, f"a.jsonl{kind} is not a {kind} file, or it is damaged")
+
+
+def test_of_files_with_splits_train_is_read(tmp_path: Path) -> None:
+    for name in ("train-0-of-2.jsonl", "train-1-of-2.jsonl.gz", "test-0-of-1.jsonl", "more.jsonl"):
+        raw = json.dumps({"text": name}).encode()
+        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    (tmp_path / "test.py").write_text("pass")  # of a program
+    names = ["more.jsonl:1", "test.py", "train-0-of-2.jsonl:1", "train-1-of-2.jsonl.gz:1"]
+    assert [document.name for document in read(tmp_path)] == names
+    assert left_out(str(tmp_path)) == "1 file of another split than train (test-0-of-1.jsonl)"
+    assert [d.name for d in read(tmp_path / "test-*")] == ["test-0-of-1.jsonl:1"]
 
 
 def test_a_json_file_without_a_list_is_refused_by_name(tmp_path: Path) -> None:
@@ -266,3 +278,28 @@ def test_links_do_not_lead_in_circles(tmp_path: Path) -> None:
         assert [document.text for document in read(tmp_path / pattern)] == ["a"]
     (tmp_path / "self.txt").symlink_to(tmp_path / "self.txt")
     refuses(tmp_path / "self.txt", r"does not exist: it is a link to .*self.txt, which leads nowh")
+
+
+def test_a_mixture_has_whole_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for data, expected in {
+        "0.7*web/, 0.3*code/": [(7, "web/"), (3, "code/")],
+        "2*a,1*b*.txt,.5*s3://c/d": [(4, "a"), (2, "b*.txt"), (1, "s3://c/d")],
+        "0.333333*a,0.666667*b": [(333_333, "a"), (666_667, "b")],
+        "3*.txt": [(1, "3*.txt")],  # a glob
+        "a,b": [(1, "a,b")],
+    }.items():
+        assert mixture_of(data) == expected
+    assert mixture_of(None) == [(1, None)]
+    for data, words in {
+        "0.7*a,b": "b of the mixture 0.7.a,b has no weight",
+        "0.7*a,": "a source of the mixture 0.7.a, has no weight",
+        "0.7*a,0*b": r"0.b of the mixture .* has no weight; expected a number above 0",
+        "0.1234567*a,0.8765433*b": "exact only over 10,000,000 samples; expected at most 1,000,000",
+    }.items():
+        with pytest.raises(DataError, match=words):
+            mixture_of(data)
+    monkeypatch.chdir(tmp_path)
+    assert absolute("0.7*web/, 3*s3://c/d") == f"0.7*{tmp_path}/web/, 3*s3://c/d"
+    assert absolute("s3://c/d") == "s3://c/d" and absolute("a/*.txt") == f"{tmp_path}/a/*.txt"
+    (tmp_path / "0.5*a,0.5*b").mkdir()
+    assert mixture_of("0.5*a,0.5*b") == [(1, "0.5*a,0.5*b")]

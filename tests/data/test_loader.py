@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.config import BatchPlan
@@ -19,7 +19,7 @@ from phalanx.data.loader import (
 )
 from phalanx.data.order import Order
 from phalanx.data.samples import Batch, Samples
-from phalanx.data.token_file import TokenWriter, open_token_file
+from phalanx.data.token_file import TokenWriter, joined, open_token_file
 from phalanx.models.loss import IGNORE
 
 SEQ_LEN = 2
@@ -97,6 +97,29 @@ def test_each_sample_once_an_epoch_for_any_ranks_that_change(
     assert seen == order.samples(np.arange(n * epochs)).tolist()
     for epoch in range(epochs):
         assert sorted(seen[n * epoch : n * epoch + n]) == list(range(n))
+
+
+@settings(max_examples=20)
+@given(schedule=st.lists(plans, min_size=1, max_size=4), seed=st.integers(0, 99))
+def test_a_mixture_has_one_order_for_any_ranks_and_resumes(
+    make, schedule: list[BatchPlan], seed: int
+) -> None:
+    """Samples of two files, 7 and 3; the second file's are read back with 7 more."""
+    files = [make(7).file, make(3).file]
+    samples = Samples(joined(files), SEQ_LEN)
+    order = Order(len(samples), seed).mixed([7, 3], [2, 3])
+    seen, consumed = list[int](), 0
+    for plan in schedule:  # each with loaders of its own, which know `consumed` alone
+        parts: list[list[int]] = []
+        for rank in range(plan.num_data_ranks):
+            with Loader(samples, order, plan, rank, consumed=consumed) as loader:
+                parts.append(ids(next(loader)))
+        seen += interleaved(parts)
+        consumed += plan.global_size
+    numbers = order.samples(np.arange(consumed))
+    assert seen == np.where(numbers < 7, numbers, numbers - 7).tolist()
+    second = np.array([1, 0, 1, 0, 1] * (consumed // 5 + 1))[:consumed]
+    assert (numbers >= 7).tolist() == second.astype(bool).tolist()
 
 
 @given(

@@ -3,10 +3,11 @@
 import time
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.data.order import Order, permute
+from phalanx.data.order import Order, pattern_of, permute
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 1 << 40), epoch=st.integers(0, 1000))
@@ -64,3 +65,45 @@ def test_stream_is_the_epochs_one_after_the_other() -> None:
         assert part.tolist() == permute(np.arange(7), 7, 5, epoch).tolist()
     plain = Order(7, is_shuffled=False).samples(np.arange(5, 10))
     assert plain.tolist() == [5, 6, 0, 1, 2]
+
+
+@given(weights=st.lists(st.integers(1, 40), min_size=2, max_size=7))
+def test_a_mixture_is_within_a_sample_of_its_shares_in_every_prefix(weights: list[int]) -> None:
+    period = sum(weights)
+    source, nth = pattern_of(tuple(weights))
+    for number, weight in enumerate(weights):
+        mine = source == number
+        taken = np.cumsum(mine)  # of the first 1, 2, ... positions
+        assert (np.abs(taken * period - np.arange(1, period + 1) * weight) < period).all()
+        assert taken[-1] == weight and nth[mine].tolist() == list(range(weight))
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        (7, 3),
+        pytest.param((50, 25, 20, 5), marks=pytest.mark.slow),
+        pytest.param((333_333, 333_333, 333_334), marks=pytest.mark.slow),
+        pytest.param((999_999, 1), marks=pytest.mark.slow),
+        pytest.param((1,) * 64, marks=pytest.mark.slow),
+    ],
+)
+def test_shares_are_exact_over_a_million_samples(weights: tuple[int, ...]) -> None:
+    sizes = [1000 + 77 * number for number in range(len(weights))]
+    order = Order(sum(sizes), seed=3).mixed(sizes, weights)
+    samples = order.samples(np.arange(10**6))
+    source = np.searchsorted(np.cumsum(sizes), samples, side="right")
+    counts = np.bincount(source, minlength=len(weights))
+    assert counts.tolist() == [10**6 * weight // sum(weights) for weight in weights]
+
+
+def test_a_source_of_a_mixture_is_read_in_its_own_order_epoch_after_epoch() -> None:
+    order = Order(30, seed=5).mixed([20, 10], [1, 3])
+    samples = order.samples(np.arange(1000))
+    parts = [samples[samples < 20], samples[samples >= 20] - 20]
+    for part, size in zip(parts, (20, 10), strict=True):
+        assert part.tolist() == Order(size, seed=5).samples(np.arange(len(part))).tolist()
+    late = np.arange(10**12, 10**12 + 50)
+    assert order.samples(late).tolist() == [
+        int(order.samples(late[i : i + 1])[0]) for i in range(50)
+    ]

@@ -3,6 +3,7 @@
 import itertools
 import json
 import multiprocessing
+import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from phalanx.config import CorpusConfig
+from phalanx.data import tokenizer as tokenizer_module
 from phalanx.data import tokens as tokens_module
 from phalanx.data.token_file import TokenWriter, open_token_file
 from phalanx.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
@@ -29,7 +31,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def settings(tmp_path: Path, **changes: object) -> CorpusConfig:
-    return CorpusConfig(cache=str(tmp_path / "cache"), **{"validation": 0.2, **changes})
+    return CorpusConfig(**{"cache": str(tmp_path / "cache"), "validation": 0.2, **changes})
 
 
 def texts_of(files: TokenFiles, part: str) -> list[str]:
@@ -58,6 +60,19 @@ def test_files_hold_each_document_once_between_separators(corpus: Path, tmp_path
         assert table[ids].sum() == sum(len(text.encode()) for text in texts)
     share = sum(len(text.encode()) for text in validation) / num_bytes
     assert 0.15 < share < 0.25
+
+
+def test_the_files_are_the_same_on_any_number_of_cores(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "_CALL_CHARACTERS", 50)
+    files: list[dict[str, bytes]] = []
+    for num_cores in (1, 2, 7):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=num_cores: set(range(n)))
+        config = settings(tmp_path, cache=str(tmp_path / f"{num_cores}"))
+        folder = prepare(str(corpus), config, model_vocab_size=400).folder
+        files.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert files[0] == files[1] == files[2] and len(files[0]["train.bin"]) > 1000
 
 
 def test_second_preparation_reads_the_cache(

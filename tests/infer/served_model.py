@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 from models_and_prompts import twins
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from phalanx.infer.app import Gateway, Limits, app_of
 from phalanx.infer.assembly import engine_of
@@ -35,11 +35,21 @@ def letters() -> str:
     return tokenizer.to_str()
 
 
-def published(folder: Path, **companions: Any) -> Path:
+def ascii_bytes() -> str:
+    """Return a byte-level tokenizer of 97 tokens: ASCII without a tilde, and a line break."""
+    texts = [*map(chr, range(33, 126)), "\u0120", "\u010a", "<s>", "</s>"]
+    tokenizer = Tokenizer(models.BPE({text: id for id, text in enumerate(texts)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer.to_str()
+
+
+def published(folder: Path, tokenizer: str | None = None, **companions: Any) -> Path:
     """Write a small Llama as transformers does, with its tokenizer, into `folder`/hf."""
     _, theirs = twins("llama")
     theirs.save_pretrained(folder / "hf")
-    (folder / "hf" / "tokenizer.json").write_text(letters())
+    (folder / "hf" / "tokenizer.json").write_text(tokenizer or letters())
     for name, content in companions.items():
         (folder / "hf" / f"{name}.json").write_text(json.dumps(content))
     return folder / "hf"
@@ -89,8 +99,9 @@ def serving(
     folder: Path, limits: Limits | None = None, follow_s: float | None = None, **config: Any
 ) -> Generator[Client]:
     """Serve a folder while the block runs."""
-    served = open_served(folder)
-    engine = engine_of(served, EngineConfig(**{**CONFIG, **config}))
+    settings = EngineConfig(**{**CONFIG, **config})
+    served = open_served(folder, settings.lora_modules)
+    engine = engine_of(served, settings)
     app = app_of(served, engine, limits or Limits(max_waiting=64), follow_s)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="on"))
     thread = threading.Thread(target=server.run, daemon=True)
@@ -103,3 +114,13 @@ def serving(
     server.should_exit = True
     thread.join(30)
     assert not thread.is_alive()
+
+
+def long_published(folder: Path, template: str) -> Path:
+    """Write a small Llama of 4,096 positions with a chat template, and the tokens `ascii_bytes`."""
+    names = {"chat_template": template, "eos_token": "</s>"}
+    found = published(folder, ascii_bytes(), tokenizer_config=names)
+    config = json.loads((found / "config.json").read_text())
+    config |= {"max_position_embeddings": 4096, "eos_token_id": 96}
+    (found / "config.json").write_text(json.dumps(config))
+    return found

@@ -97,11 +97,11 @@ def test_nothing_of_a_stop_text_is_given_out(seed: int) -> None:
     pieces: list[str] = []
     for token in text.encode():
         pieces.append(taken.take(token))
-        if taken.is_stopped:
+        if taken.stopped_by is not None:
             break
     pieces.append(taken.end())
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    if taken.is_stopped:  # at the stop text that was whole first
+    if taken.stopped_by is not None:  # at the stop text that was whole first
         assert any(text.startswith(stop, len(taken.text)) for stop in stops)
         assert not any(stop in taken.text for stop in stops)
     else:

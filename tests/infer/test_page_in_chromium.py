@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from served_model import published, serving
+from served_model import long_published, published, serving
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -112,3 +112,43 @@ def test_a_prompt_is_continued_on_the_page(tmp_path: Path) -> None:
         page.value("document.getElementById('stop').click()")
         page.wait("!document.getElementById('go').disabled")
         client.wait_until_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium")
+def test_a_chat_on_the_page_has_turns(tmp_path: Path) -> None:
+    picture = Path(os.environ.get("CHAT_PICTURE", tmp_path / "chat.png"))
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    with serving(long_published(tmp_path, template)) as client, browsing(tmp_path / "home") as page:
+        page.ask("Page.navigate", url=f"http://127.0.0.1:{client.port}/")
+        page.wait("document.getElementById('model')?.textContent === 'hf'")
+        page.value("document.getElementById('of_chat').click()")
+        page.value("document.getElementById('system').value = 'Be brief.'")
+        page.value("document.getElementById('max_tokens').value = 20")
+        page.value("document.getElementById('temperature').value = 0")
+        messages = [{"role": "system", "content": "Be brief."}]
+        for said in ("Hello", "Again"):
+            page.value(f"document.getElementById('prompt').value = '{said}'")
+            page.value("document.getElementById('go').click()")
+            page.wait("document.getElementById('go').disabled === false")
+            messages.append({"role": "user", "content": said})
+            body = {"messages": messages, "max_tokens": 20, "temperature": 0}
+            _, answer = client.ask("/v1/chat/completions", body)
+            messages.append(answer["choices"][0]["message"])
+        shown = "[...document.querySelectorAll('#turns p')].map(each => each.textContent)"
+        texts = json.loads(page.value(f"JSON.stringify({shown})"))
+        assert texts == [each["content"] for each in messages[1:]]
+        picture.write_bytes(base64.b64decode(page.ask("Page.captureScreenshot")["data"]))
+        page.value("document.getElementById('max_tokens').value = 3000")
+        page.value("document.getElementById('prompt').value = 'More'")
+        page.value("document.getElementById('go').click()")
+        page.wait("document.getElementById('error').textContent.includes('nearest that fits')")
+        assert page.value("document.getElementById('prompt').value + turns.length") == "More4"
+        page.value("document.getElementById('max_tokens').value = 1000")
+        page.value("document.getElementById('go').click()")
+        page.wait("document.querySelectorAll('#turns p')[5]?.textContent.length > 5")
+        page.value("document.getElementById('stop').click()")
+        page.wait("document.getElementById('go').disabled === false")
+        client.wait_until_idle()
+        page.value("document.getElementById('clear').click()")
+        assert page.value("document.querySelectorAll('#turns p').length + turns.length") == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -208,6 +209,33 @@ def test_what_was_computed_with_nan_is_not_found_again() -> None:
         weight.copy_(before)
     assert request.finish_reason == "error" and len(prompt) > 18
     assert served.generate([prompt], GREEDY) == engine(live).generate([prompt], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"repetition_penalty": 1.4}, {"repetition_penalty": 1.4}),
+        ({"bad_words": ((3, 4), (40,))}, {"bad_words_ids": [[3, 4], [40]]}),
+        ({"min_tokens": 20}, {"min_new_tokens": 20}),
+    ],
+)
+def test_changed_logits_choose_what_transformers_chooses(
+    ours: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    model, twin = twins("llama")
+    served = engine(model)
+    served.end_ids = frozenset([7])
+    for prompt in prompts(8):
+        (tokens,) = served.generate([prompt], replace(GREEDY, **ours))
+        ids: Any = twin.generate(  # pyright: ignore[reportCallIssue]
+            torch.tensor([prompt]),
+            max_new_tokens=NUM_NEW,
+            do_sample=False,
+            eos_token_id=7,
+            pad_token_id=7,
+            **theirs,
+        )
+        assert tokens == ids[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("budget", [7, 512])

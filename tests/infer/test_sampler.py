@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.infer.options import Sampling
-from phalanx.infer.sampler import choose
+from phalanx.infer.sampler import LogitRules, choose
 
 
 def kept(logits: list[float], sampling: Sampling) -> dict[int, float]:
@@ -51,6 +53,56 @@ def test_draws_follow_the_filtered_probabilities(
     assert set(counts) <= set(expected)
     for token, p in expected.items():  # five standard deviations
         assert abs(counts[token] - num * p) <= 5 * math.sqrt(num * p * (1 - p)) + 1
+
+
+def changed(logits: list[float], sampling: Sampling, prompt: list[int], new: list[int]) -> Any:
+    """Return the logits of the next token by vLLM's definitions, one token at a time."""
+    result: list[float] = []
+    for token, logit in enumerate(logits):
+        x = logit + sampling.logit_bias.get(token, 0.0)
+        if token in prompt or token in new:
+            penalty = sampling.repetition_penalty
+            x = x / penalty if x > 0 else x * penalty
+        x -= new.count(token) * sampling.frequency_penalty
+        x -= sampling.presence_penalty if token in new else 0.0
+        allowed = sampling.allowed_token_ids
+        is_banned = allowed is not None and token not in allowed
+        is_banned |= len(new) < sampling.min_tokens and token in (1, *sampling.stop_token_ids)
+        is_banned |= any((*new, token)[-len(word) :] == word for word in sampling.bad_words)
+        result.append(-math.inf if is_banned else x)
+    return result
+
+
+IDS = st.integers(0, 5)
+PENALTIES = st.sampled_from([-2.0, 0.0, 0.3, 2.0])
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(IDS, min_size=1, max_size=5),
+    st.lists(IDS, max_size=6),
+    st.builds(
+        Sampling,
+        presence_penalty=PENALTIES,
+        frequency_penalty=PENALTIES,
+        repetition_penalty=st.sampled_from([0.5, 1.0, 1.7]),
+        min_tokens=st.integers(0, 3),
+        max_tokens=st.just(9),
+        logit_bias=st.dictionaries(IDS, st.sampled_from([-100.0, -0.5, 4.0])),
+        allowed_token_ids=st.none() | st.sets(IDS, min_size=1).map(tuple),
+        bad_words=st.lists(st.lists(IDS, min_size=1, max_size=2).map(tuple), max_size=2).map(tuple),
+        stop_token_ids=st.sets(IDS, max_size=2).map(frozenset),
+    ),
+)
+def test_logits_change_by_their_definitions(
+    prompt: list[int], new: list[int], sampling: Sampling
+) -> None:
+    logits = [-3.0, 0.5, 0.0, 2.0, -0.25, 1.0]
+    row = torch.tensor(logits)
+    LogitRules(sampling, prompt, [1]).change(new, row)
+    assert row.tolist() == pytest.approx(changed(logits, sampling, prompt, new), abs=1e-5)
+    if not sampling.changes_logits:
+        assert row.tolist() == logits
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:

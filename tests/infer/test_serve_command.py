@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -22,7 +23,8 @@ from served_model import published
 
 from phalanx.cli import serve
 from phalanx.cli.main import main
-from phalanx.errors import ConfigError
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.infer.served import sampling_defaults
 
 PROPERTIES = """
 # of LMI
@@ -50,7 +52,7 @@ def test_the_options_of_a_serving_properties(
     file.write_text("option.tensor_parallel_degree : max\noption.served_model_name a/b:c=d\n")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     config = read(["--properties", str(file)])
-    assert (config.strategy, config.served_model_name) == ("tp4", "a/b:c=d")
+    assert (config.strategy, config.served_model_name) == ("tp4", ("a/b:c=d",))
     for line, message in (
         ("option.dtype=int3", "precision is 'int3'; expected one of auto, float64, float32"),
         ("option.enable_prefix_caching=1", "cannot be '1'; expected true or false"),
@@ -63,9 +65,52 @@ def test_the_options_of_a_serving_properties(
             read(["--properties", str(file)])
 
 
+def test_options_of_vllm_stand_for_options_here(capsys: pytest.CaptureFixture[str]) -> None:
+    read: Any = serve._read  # pyright: ignore[reportPrivateUsage]
+    theirs = "--model m --tensor-parallel-size=2 --dtype half --max-num-seqs 4 --max-model-len 99"
+    theirs += " --max-num-batched-tokens 32 --kv-cache-dtype auto --no-enable-prefix-caching"
+    theirs += " --gpu-memory-utilization 0.9 --trust-remote-code --disable-log-requests"
+    theirs += " --generation-config none --served-model-name a b"
+    ours = "m --strategy tp2 --precision float16 --slots 4 --max-model-len 99 --budget 32"
+    ours += " --cache full --no-prefix-cache --generation-config none --served-model-name a b"
+    assert read(theirs.split()) == read(ours.split())
+    said = capsys.readouterr().out
+    assert "ignored --gpu-memory-utilization, --trust-remote-code, which serve does not" in said
+    config = read(["m", "--allowed-origins", '["http://a", "http://b"]', "--access-log"])
+    assert (config.allowed_origins, config.access_log) == (["http://a", "http://b"], True)
+    for words, message in (
+        (["m", "--dtype"], "option '--precision' lacks its value"),
+        (["m", "--dtype", "int3"], "--precision is 'int3'; expected one of"),
+        (["m", "--max-num-seqs", "0"], "slots is 0; expected at least 1"),
+        (["m", "--tensor-paralel-size", "2"], "option '--tensor-paralel-size' is unknown"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            read(words)
+
+
+def test_the_table_of_fields_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--fields"]) == 0
+    said = capsys.readouterr().out
+    assert "repetition_penalty" in said and "refused" in said
+
+
+def test_sampling_defaults_are_of_the_generation_config(tmp_path: Path) -> None:
+    content = {"temperature": 0.5, "top_k": None, "max_new_tokens": 9, "do_sample": False}
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps(content))
+    assert sampling_defaults(tmp_path) == {"temperature": 0.5, "max_tokens": 9}
+    file.write_text('{"top_p": 2}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: top_p is 2; expected"):
+        sampling_defaults(tmp_path)
+    file.unlink()
+    assert sampling_defaults(tmp_path) == {}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["a", "--ssl-keyfile", "none.pem"], "are no certificate and its key"),
+        (["a", "--chat-template", "none.jinja"], "cannot read none.jinja"),
         ([], "RUN is missing; expected: phalanx serve RUN"),
         (["a", "--port", "70000"], "port is 70000"),
         (
@@ -177,3 +222,52 @@ def test_a_server_ends_with_its_running_requests(
     assert status == (200 if is_stream or grace_s == "200" else 503)
     assert is_whole == (grace_s == "200")
     assert ("the server is shutting down" in answer) == (grace_s == "0")
+
+
+@pytest.mark.slow
+def test_a_server_over_tls_with_the_options_of_vllm(tmp_path: Path) -> None:
+    folder = published(tmp_path, generation_config={"temperature": 0.0, "max_new_tokens": 3})
+    template, key, certificate = (tmp_path / name for name in ("a.jinja", "key.pem", "cert.pem"))
+    template.write_text("{{ messages[0].content }}!")
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"]
+    made += ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=127.0.0.1"]
+    subprocess.run([*made, "-addext", "subjectAltName=IP:127.0.0.1"], check=True)
+    words = ["--model", str(folder), "--dtype", "float32", "--max-model-len", "64", "--port", "0"]
+    words += ["--chat-template", str(template), "--served-model-name", "a", "b", "--access-log"]
+    words += ["--ssl-keyfile", str(key), "--ssl-certfile", str(certificate)]
+    words += ["--allowed-origins", "https://page.example", "--threads", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "phalanx", "serve", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    said = ""
+    while "listening" not in said:
+        line = process.stdout.readline()
+        assert line, said
+        said += line
+    assert "defaults of generation_config.json: temperature 0.0, max_tokens 3;" in said
+    (address,) = re.findall(r"https://127\.0\.0\.1:\d+", said)
+    context = ssl.create_default_context(cafile=str(certificate))
+
+    def ask(path: str, body: Any = None, **headers: str) -> tuple[Any, Any]:
+        content = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **headers}
+        request = urllib.request.Request(f"{address}{path}", content, headers)
+        with urllib.request.urlopen(request, timeout=60, context=context) as answer:
+            return json.load(answer), answer.headers
+
+    models = ask("/v1/models")[0]["data"]
+    assert [(each["id"], each["max_model_len"]) for each in models] == [("a", 64), ("b", 64)]
+    chat = {"model": "b", "messages": [{"role": "user", "content": "hi"}]}
+    first, headers = ask("/v1/chat/completions", chat, Origin="https://page.example")
+    assert headers["Access-Control-Allow-Origin"] == "https://page.example"
+    assert first["usage"]["prompt_tokens"] == 3 and first["usage"]["completion_tokens"] <= 3
+    assert ask("/v1/chat/completions", chat)[0]["choices"] == first["choices"]  # greedy
+    tokens = ask("/tokenize", {"messages": chat["messages"]})[0]["tokens"]
+    assert ask("/detokenize", {"tokens": tokens})[0]["prompt"].replace(" ", "") == "hi!"
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+    assert '"POST /v1/chat/completions HTTP/1.1" 200' in said + out

@@ -78,6 +78,7 @@ def test_tokens_equal_generate(
         block_size=block_size,
         budget=budget,
         prefix_cache=has_prefix_cache,
+        speculative="ngram,3,2,1" if budget == 64 else "none",
     )
     out = tmp_path / "found.json"
     with_engine(published(tmp_path), config, functools.partial(write, out))
@@ -147,7 +148,7 @@ def opened_apart(run: Path, found: list[list[int]]) -> str:
 
     assembly.open_served = opened
     try:
-        return assembly._open_together(run).weights.folder.name  # pyright: ignore[reportPrivateUsage]
+        return assembly._open_together(run, ()).weights.folder.name  # pyright: ignore[reportPrivateUsage]
     except CheckpointError as error:
         return str(error)
 

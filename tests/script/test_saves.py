@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
 
 import loops
+import pytest
+import torch
 from loops import Case
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
+import phalanx
 from launched_ranks import start_on
-from phalanx.checkpoint import manifest
+from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.in_memory import recover
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.saver import Saver
@@ -118,3 +124,57 @@ def test_a_loop_of_ones_own_resumes_between_two_batches(tmp_path: Path) -> None:
     begun, after = run_ranks(loop_of, 2, hosts, tmp_path / "1", 7, 1, threads=1)[0]
     assert begun == 3
     assert after == expected[3:]
+
+
+class Adapted(nn.Module):
+    """A frozen map with an adapter beside it, and a frozen average of the adapter."""
+
+    def __init__(self, base: int) -> None:
+        super().__init__()
+        torch.manual_seed(base)
+        self.base = nn.Linear(7, 5, dtype=torch.float64).requires_grad_(False)
+        self.up = nn.Parameter(torch.full((5, 7), 0.1, dtype=torch.float64))
+        self.average = nn.Parameter(self.up.detach().clone(), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ (self.up + self.average).T
+
+
+def adapted(strategy: str, folder: Path, num_steps: int, base: int = 0) -> list[float] | str:
+    """Resume, take steps and save; return the losses, or the message of a refusal."""
+    run = phalanx.init(strategy)
+    rows = torch.arange(84.0, dtype=torch.float64).view(12, 7).sin()
+    loader: Any = DataLoader(TensorDataset(rows), batch_size=6)
+    model = Adapted(base)
+    model, optimizer, loader = run.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    try:
+        run.resume(folder)
+    except CheckpointError as error:
+        return str(error)
+    losses: list[float] = []
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    for (x,) in itertools.islice(batches, num_steps):
+        losses.append(run.backward(run.gather(model(x)).square().mean()).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model.average.lerp_(model.up, 0.5)
+    run.save(folder)
+    return losses
+
+
+def test_frozen_weights_are_left_out_and_compared_at_a_resume(tmp_path: Path) -> None:
+    """Under another split too; one that the script itself changes is no frozen weight."""
+    ((*_, third, fourth),) = run_ranks(adapted, 1, "dp1", tmp_path / "whole", 4, threads=1)
+    run = tmp_path / "run"
+    run_ranks(adapted, 2, "fsdp2", run, 2, threads=1)
+    folder = manifest.folder_of(run, 2)
+    about = manifest.read(folder)
+    assert sorted(about.frozen) == ["base.bias", "base.weight"]
+    stored = {name for name in index.read(folder, about.files) if name.startswith("model.")}
+    assert stored == {"model.up", "model.average"}
+    (other,) = run_ranks(adapted, 1, "dp1", run, 1, 1, threads=1)
+    assert "trained on other frozen weights, which it does not contain: 'base.weight'" in other
+    for strategy, num_ranks, expected in (("dp3", 3, third), ("dp1", 1, fourth)):
+        for losses in run_ranks(adapted, num_ranks, strategy, run, 1, threads=1):
+            assert losses == pytest.approx([expected], rel=1e-12)

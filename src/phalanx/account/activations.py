@@ -133,7 +133,8 @@ def activations(
         again = max(sum(blocks[at : at + segment_size]) for at in starts) - first.stream
         block_at_work += again
     item_bytes = max(4, getattr(torch, precision).itemsize)
-    tied = shape.vocab_size * shape.hidden * item_bytes // strategy.tp.degree if shape.tied else 0
+    is_tied = shape.tied and shape.lora is None  # a frozen one has no gradient
+    tied = shape.vocab_size * shape.hidden * item_bytes // strategy.tp.degree if is_tied else 0
     return Activations(
         blocks=held,
         recomputed=again,

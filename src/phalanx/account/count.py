@@ -264,9 +264,7 @@ def _run(
     head. Adds the parameters as split to `weights`, by the id of their storage.
     """
     compute: torch.dtype = getattr(torch, case.precision)
-    with torch.device("meta"):
-        model = Decoder(case.shape).to(torch.promote_types(compute, torch.float32))
-    model.compute_dtype = compute
+    model = Decoder.on_meta(case.shape, torch.promote_types(compute, torch.float32), compute)
     if not case.has_casts:
         model.blocks.to(compute)
     kernel_mode, (block, *_), streams = Kernels(case.device), model.blocks, list[int]()

@@ -14,7 +14,7 @@
 - Grouped-query attention shares keys and values, not products: query heads count.
 - Backward is exactly twice forward: one product for the input gradient, one for the weight gradient
   (in attention, one for each operand). The first layer counts in full, because its input is a
-  trained embedding.
+  trained embedding. Of a frozen weight there is no gradient, and so one product less.
 - Model FLOPs = forward + backward, without recomputation. Hardware FLOPs add the products that
   backward recomputes (Megatron, arXiv 2104.04473, section 5.1 and appendix). The scores that a
   fused attention kernel recomputes inside its own backward are in neither.
@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from phalanx.account.count import Case, Work, one_block_shape, product_flops, work_of
+from phalanx.account.parameters import num_parameters
 from phalanx.errors import ConfigError
 from phalanx.models.shape import ModelShape, causal_pairs
 from phalanx.strategy import Recompute, Strategy
@@ -51,6 +52,8 @@ class Flops:
     """Forward products of queries with keys, and of probabilities with values."""
     recompute: int = 0
     """Forward products executed again during backward."""
+    frozen_forward: int = 0
+    """Part of `linear_forward`: products with frozen weights, which get no gradient."""
 
     @property
     def forward(self) -> int:
@@ -60,7 +63,7 @@ class Flops:
     @property
     def backward(self) -> int:
         """FLOPs of the backward pass, without recomputation."""
-        return 2 * self.forward
+        return 2 * self.forward - self.frozen_forward
 
     @property
     def model(self) -> int:
@@ -98,8 +101,10 @@ def step_flops(
     num_pairs = num_sequences * sum(attention_pairs(seq_len, attention, w) for w in windows)
     all_attention = 4 * num_pairs * shape.num_heads * shape.head_dim
     once = _of_sequence(shape, seq_len, "none")
-    # The loss computes its gradients in forward: one of the head's three products is forward.
-    forward_flops, head_flops = product_flops(once.block), product_flops(once.head) // 3
+    # The loss computes its gradients in forward: one of the head's three products is forward. A
+    # frozen head has two.
+    num_products = 3 if shape.lora is None else 2
+    forward_flops, head_flops = product_flops(once.block), product_flops(once.head) // num_products
     block, head = num_sequences * forward_flops, num_sequences * head_flops
     segment_size = recompute.segment_size(shape.num_layers)
     recomputed = 0
@@ -108,10 +113,14 @@ def step_flops(
         last = num_sequences * (forward_flops - again)
         num_segments = -(-shape.num_layers // segment_size)
         recomputed = shape.num_layers * block + all_attention - num_segments * last
+    linear, frozen = shape.num_layers * block + head, 0
+    if shape.lora is not None:
+        frozen = linear - 2 * num_parameters(shape).adapters * num_sequences * seq_len
     return Flops(
-        linear_forward=shape.num_layers * block + head,
+        linear_forward=linear,
         attention_forward=all_attention,
         recompute=recomputed,
+        frozen_forward=frozen,
     )
 
 

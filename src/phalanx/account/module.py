@@ -168,6 +168,11 @@ class AnyModule:
         return sum(p.numel() for p in self.model.parameters())
 
     @functools.cached_property
+    def num_trained(self) -> int:
+        """Number of distinct parameters that are trained."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    @functools.cached_property
     def precision(self) -> str:
         """Data type of the module's first parameter."""
         return str(next(self.model.parameters()).dtype).removeprefix("torch.")

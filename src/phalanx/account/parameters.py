@@ -24,13 +24,21 @@ class Parameters:
     """All norms: two or four per layer, the last norm, and the norms of queries and keys."""
     output: int
     """Output projection; 0 if tied."""
+    adapters: int
+    """Adapters of linear maps; with them, all other parameters are frozen."""
     matmul: int
     """Weights that multiply each token: projections, feed-forward and output (tied or not)."""
 
     @property
     def total(self) -> int:
         """Number of distinct parameters; a tied matrix counts once."""
-        return self.embedding + self.position + self.attention + self.mlp + self.norm + self.output
+        parts = self.embedding, self.position, self.attention, self.mlp, self.norm, self.output
+        return sum(parts) + self.adapters
+
+    @property
+    def trained(self) -> int:
+        """Number of distinct parameters that are trained."""
+        return self.adapters or self.total
 
 
 def num_parameters(shape: ModelShape) -> Parameters:
@@ -50,6 +58,13 @@ def num_parameters(shape: ModelShape) -> Parameters:
     query_key_norms = num_norm_vectors * query_key_width[shape.qk_norm]
     num_norms = 4 if shape.norm_at == "both" else 2
     vocabulary = shape.vocab_size * shape.hidden
+    outputs = {"q": query_width, "k": kv_width, "v": kv_width, "gate": shape.ffn, "up": shape.ffn}
+    inputs = {"output": query_width, "down": shape.ffn}
+    adapters = 0
+    if (lora := shape.lora) is not None:
+        for linear in (target.rpartition(".")[2] for target in lora.targets):
+            num_in, num_out = inputs.get(linear, shape.hidden), outputs.get(linear, shape.hidden)
+            adapters += lora.rank * (num_in + num_out)
 
     return Parameters(
         embedding=vocabulary,
@@ -58,18 +73,30 @@ def num_parameters(shape: ModelShape) -> Parameters:
         mlp=shape.num_layers * (mlp_weights + mlp_biases),
         norm=shape.num_layers * (num_norms * norm_width + query_key_norms) + norm_width,
         output=0 if shape.tied else vocabulary,
+        adapters=shape.num_layers * adapters,
         matmul=shape.num_layers * (attention_weights + mlp_weights) + vocabulary,
     )
 
 
-def parameters_of(shape: ModelShape, cut: Sequence[range], stages: Sequence[int]) -> int:
-    """Return the number of parameters of `stages` of a cut, before tp and fsdp shard them."""
+def parameters_of(
+    shape: ModelShape, cut: Sequence[range] | None, stages: Sequence[int]
+) -> tuple[int, int]:
+    """Return the number of parameters of `stages` of a cut, and of those trained.
+
+    tp and fsdp then shard them. Without a cut they are the parameters of the model.
+    """
     count, num_layers = num_parameters(shape), shape.num_layers
+    if cut is None:
+        return count.total, count.trained
     last_norm = shape.hidden * (2 if shape.norm == "layer" else 1)
-    block = (count.attention + count.mlp + count.norm - last_norm) // num_layers
+    blocks = count.attention + count.mlp + count.norm - last_norm + count.adapters
+    block = blocks // num_layers
     first = count.embedding + count.position
     last = last_norm + (count.embedding if shape.tied else count.output)
     sizes = [first, *[block] * num_layers, last]
     links = [link for stage in stages for link in cut[stage]]
     has_both = 0 in links and num_layers + 1 in links
-    return sum(sizes[link] for link in links) - (count.embedding if shape.tied and has_both else 0)
+    total = sum(sizes[link] for link in links)
+    total -= count.embedding if shape.tied and has_both else 0
+    num_blocks = sum(0 < link <= num_layers for link in links)
+    return total, total if shape.lora is None else count.adapters // num_layers * num_blocks

@@ -111,9 +111,15 @@ class DecoderModel:
         return num_parameters(self.shape).total
 
     @property
+    def num_trained(self) -> int:
+        """Number of distinct parameters that are trained."""
+        return num_parameters(self.shape).trained
+
+    @property
     def tied_bytes(self) -> int:
         """Bytes of the gradient of a tied embedding, a part of which comes from the head."""
-        return self.shape.vocab_size * self.shape.hidden * 4 if self.shape.tied else 0
+        is_trained = self.shape.tied and self.shape.lora is None
+        return self.shape.vocab_size * self.shape.hidden * 4 if is_trained else 0
 
     def plan(self, strategy: Strategy, microbatch: int = 1) -> Plan[Any]:
         """Return the plan that `train` would build for any microbatch.

@@ -1,6 +1,6 @@
 """Memory of each pipeline stage of a strategy on a device, by cause: one function, three details.
 
-    weights       this rank's shard, 32 bits
+    weights       this rank's shard, 32 bits; frozen ones in the data type of the arithmetic
     gathered      peak of parameters gathered from other ranks
     gradients     gradients kept between microbatches, and gradients that are not reduced yet
     optimizer     the two moments of AdamW
@@ -24,7 +24,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from phalanx.account.parameters import num_parameters, parameters_of
+from phalanx.account.parameters import parameters_of
 from phalanx.account.planned import PlannedStep
 from phalanx.parallel.pipeline.cut import cut_of, schedule_of
 from phalanx.strategy import Strategy
@@ -118,11 +118,14 @@ def memory(
         bounds: list[StageMemory] = []
         model, strategy, shape = step.model, step.strategy, step.model.shape
         for pp_rank in range(strategy.pp.degree):
-            num, cut, schedule = num_parameters(shape).total, None, None
+            cut = schedule = None
             if strategy.pp.degree > 1:
                 cut, schedule = cut_of(strategy, shape), schedule_of(strategy, step.accumulation)
-                num = parameters_of(shape, cut, schedule.stages_of(pp_rank))
-            split = num // strategy.tp.degree * (8 if model.precision == "float64" else 4)
+            of_rank = () if schedule is None else schedule.stages_of(pp_rank)
+            num, num_trained = parameters_of(shape, cut, of_rank)
+            item_bytes = {"float64": 8, "float32": 4}.get(model.precision, 2)
+            frozen = (num - num_trained) // strategy.tp.degree // strategy.num_shards * item_bytes
+            split = num_trained // strategy.tp.degree * max(4, item_bytes)
             shard = split // strategy.num_shards
             # ZeRO-1 accumulates unsharded gradients; with one microbatch it reduces each as it is
             # computed.
@@ -140,7 +143,7 @@ def memory(
             bounds.append(
                 StageMemory(
                     stage=pp_rank,
-                    weights=shard,
+                    weights=frozen + shard,
                     optimizer=int(model.moments * shard),
                     gradients=gradients,
                     activations=activations,
@@ -200,7 +203,7 @@ def least_bytes(step: PlannedStep[Any]) -> float:
     accumulation. It holds for every cut of the model into stages.
     """
     strategy = step.strategy
-    split = step.model.num_parameters / strategy.tp.degree / strategy.pp.degree
+    split = step.model.num_trained / strategy.tp.degree / strategy.pp.degree
     shard = split / strategy.num_shards
     least = 4 * (2 + step.model.moments) * shard
     if strategy.fsdp.degree > 1:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import functools
 import re
 import shutil
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
-from phalanx.errors import CheckpointError
-from phalanx.storage import PARTIAL, checksum, publish_folder, sync
+from phalanx.checkpoint.tensor_file import SUFFIX, ObjectFile, open_file
+from phalanx.errors import CheckpointError, StoreError
+from phalanx.object_store import address_of, fetch, listed, modified_s, put, remove, size_of
+from phalanx.storage import PARTIAL, STALE_S, checksum, publish_folder, sync
 
 
 def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> None:
     """Compare files of a checkpoint with the checksums in its manifest.
+
+    Of tensors in an object store only the size: their blocks are compared when they are read.
 
     The files are split into `num_turns` parts of about equal bytes; this call reads part `turn`.
 
@@ -32,7 +37,7 @@ def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> 
         loads[lightest] += num_bytes
         if lightest != turn:
             continue
-        problem = _problem(folder / name, num_bytes, sha256)
+        problem = _problem(folder / about.save / name, num_bytes, sha256)
         if problem is not None:
             raise CheckpointError(
                 f"its file {name} {problem}{manifest.older_checkpoints_hint(folder)}"
@@ -67,7 +72,7 @@ def find_whole(path: Path, *, compares: bool) -> Checkpoint:
                     list(pool.map(work, range(NUM_TURNS)))
             return checkpoint._replace(damaged=damaged)
         except CheckpointError as error:
-            if not folder.exists():  # the run has removed it meanwhile
+            if manifest.identity(folder) is None:  # the run has removed it meanwhile
                 return find_whole(path, compares=compares)
             damaged[folder] = f"{folder}: {str(error).partition(manifest.OLDER)[0]}"
     return manifest.find_and_read(path)
@@ -80,12 +85,17 @@ NUM_TURNS: Final = 4
 def _problem(path: Path, num_bytes: int, sha256: str) -> str | None:
     """Return how a file differs from its recorded size and sha256; None if it matches."""
     try:
-        if path.is_file() and (actual := path.stat().st_size) != num_bytes:
-            return f"has {actual} bytes, but {num_bytes} were written"
-        if checksum(path)[1] != sha256:
+        is_remote = address_of(path) is not None and path.suffix == SUFFIX
+        if is_remote or fetch(path).is_file():
+            actual = size_of(path) if is_remote else path.stat().st_size
+            if actual != num_bytes:
+                return f"has {actual} bytes, but {num_bytes} were written"
+        if not is_remote and checksum(path)[1] != sha256:
             return "is damaged: its sha256 differs from the recorded one"
     except FileNotFoundError:
         return "is missing"
+    except StoreError:
+        raise
     except CheckpointError:
         return "is a link, a folder or a device, expected a regular file"
     except OSError as error:
@@ -93,13 +103,23 @@ def _problem(path: Path, num_bytes: int, sha256: str) -> str | None:
     return None
 
 
-def partial_of(final: Path) -> Path:
-    """Return the temporary folder in which the checkpoint `final` is written."""
-    return final.with_name(final.name + PARTIAL)
+def open_tensors(folder: Path, about: Manifest, name: str) -> Any:
+    """Open a tensor file of a checkpoint; for the errors see `open_file` and `ObjectFile`."""
+    path, is_here = folder / about.save / name, address_of(folder) is None
+    blocks = about.blocks.get(name, ())
+    return open_file(path) if is_here else ObjectFile(path, about.files[name], blocks)
 
 
-def make_partial(final: Path, *, replaces: bool = False) -> Path:
-    """Create and return the temporary folder in which the checkpoint `final` is written.
+def partial_of(final: Path, save: str) -> Path:
+    """Return the folder in which a `save` writes the checkpoint `final`.
+
+    It is temporary; in an object store it is a new folder in `final`, and stays.
+    """
+    return final.with_name(final.name + PARTIAL) if address_of(final) is None else final / save
+
+
+def make_partial(final: Path, save: str = "", *, replaces: bool = False) -> Path:
+    """Create and return the folder in which a `save` writes the checkpoint `final`.
 
     Also remove the temporary folders that killed runs left, see `_is_left`. Exception: a complete
     checkpoint that `publish` had renamed to REMOVED without publishing its replacement gets its
@@ -107,6 +127,7 @@ def make_partial(final: Path, *, replaces: bool = False) -> Path:
 
     Args:
         final: folder of the checkpoint once it is published.
+        save: name of the save, which no other has; used in object stores.
         replaces: whether `final` may be a complete checkpoint already; `publish` then replaces it.
 
     Raises:
@@ -115,18 +136,19 @@ def make_partial(final: Path, *, replaces: bool = False) -> Path:
         OSError: the folder cannot be created.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
-    whole = manifest.complete_checkpoints(final.parent.parent).values()
-    for path in final.parent.iterdir():
-        if path.suffix == manifest.REMOVED and path in whole:
+    whole, is_here = manifest.complete_checkpoints(final.parent.parent), address_of(final) is None
+    for path in final.parent.iterdir() if is_here else ():
+        if path.suffix == manifest.REMOVED and path in whole.values():
             path.rename(path.with_suffix(""))
         elif path.suffix in (PARTIAL, manifest.REMOVED) and _is_left(path):
             _remove(path)
-    if final.is_dir() and not (final / manifest.NAME).exists() and not _is_left(final):
+    is_other = final.is_dir() and not (final / manifest.NAME).exists() and not _is_left(final)
+    if is_here and is_other:
         raise CheckpointError("there is a folder of that name with other files; move it away")
     if not replaces and (final / manifest.NAME).exists():
         raise CheckpointError("there is one of that name already")
-    partial = partial_of(final)
-    partial.mkdir(exist_ok=True)  # files that could not be removed are overwritten
+    partial = partial_of(final, save)
+    partial.mkdir(parents=True, exist_ok=True)  # files that could not be removed are overwritten
     return partial
 
 
@@ -165,6 +187,8 @@ def publish(
         CheckpointError: a file that a rank has written is missing.
         OSError: the disk is full, or the folder cannot be renamed.
     """
+    if address_of(final) is not None:
+        return _publish_objects(partial, final, about)
     for name in about.files:
         if not (partial / name).is_file():
             raise CheckpointError(
@@ -190,6 +214,34 @@ def publish(
     moved()
     if is_there:
         _remove(removed)
+
+
+def _publish_objects(partial: Path, final: Path, about: Manifest) -> None:
+    """Publish a checkpoint to an object store; see `publish`."""
+    # What a kill after each line leaves as the checkpoint of step N; B replaces A:
+    #
+    #     step-N/A/...  step-N/B/rank-0   (ranks)    the one of A, if there was one
+    #     step-N/B/index.json                        the one of A
+    #     step-N/manifest.json            names B    the one of B
+    #     remove step-N/A/...                        the one of B
+    #
+    # No object that a manifest names is ever written again, and a manifest is written last and
+    # removed first. So whoever reads a manifest has all it names, or finds another manifest.
+    put(partial / index.NAME, (partial / index.NAME).read_bytes())
+    there = listed(partial)
+    for name, (num_bytes, _) in about.files.items():
+        if there.get(partial / name, {}).get("size") != num_bytes:
+            raise CheckpointError(f"{partial / name} is not there, though a rank has written it")
+    manifest.write(partial, about)
+    content, replaced = (partial / manifest.NAME).read_bytes(), fetch(final / manifest.NAME)
+    former = manifest.read(final).save if replaced.exists() else None
+    try:
+        put(final / manifest.NAME, content, is_new=former is None)
+    except FileExistsError as error:
+        raise CheckpointError("another process has saved one of that name meanwhile") from error
+    (partial / manifest.NAME).unlink()
+    with suppress(OSError):
+        remove(listed(final / former) if former else ())
 
 
 def remove_older(
@@ -222,9 +274,20 @@ def remove_older(
                 continue
             removed = folder.with_name(folder.name + manifest.REMOVED)
             with suppress(OSError):
-                folder.rename(removed)
-                _remove(removed)
+                if address_of(folder) is None:
+                    _remove(folder.rename(removed))
+                else:
+                    remove([folder / manifest.NAME, *listed(folder)])
+                    _remove(folder)
             moved()
+    with suppress(OSError, CheckpointError):
+        # Objects that no manifest names, and that no save is writing: killed runs left them.
+        objects = {} if address_of(run) is None else listed(run / "checkpoints")
+        folders = manifest.complete_checkpoints(run).values() if objects else ()
+        named = {folder / manifest.read(folder).save for folder in folders}
+        old_s = time.time() - STALE_S
+        left = [path for path, about in objects.items() if modified_s(about) < old_s]
+        remove(each for each in left if each.suffix == SUFFIX and each.parent not in named)
 
 
 def _remove(folder: Path) -> None:

@@ -7,7 +7,8 @@ step waits for the write.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -81,9 +82,14 @@ class HostCopy:
         return [self._buffer[:end]]
 
 
-def in_pieces(tensors: Sequence[torch.Tensor]) -> Iterable[torch.Tensor]:
-    """Yield the tensors as CPU pieces of at most CHUNK_BYTES, each copied on demand."""
-    for tensor in tensors:
-        flat = tensor.reshape(-1)
-        for piece in flat.split(max(1, CHUNK_BYTES // tensor.itemsize)):
-            yield piece.cpu()
+@dataclass(frozen=True)
+class InPieces:
+    """The tensors as CPU pieces of at most CHUNK_BYTES, each copied on demand."""
+
+    tensors: Sequence[torch.Tensor]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for tensor in self.tensors:
+            flat = tensor.reshape(-1)
+            for piece in flat.split(max(1, CHUNK_BYTES // tensor.itemsize)):
+                yield piece.cpu()

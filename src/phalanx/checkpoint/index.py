@@ -25,9 +25,10 @@ from phalanx.checkpoint.sharding import (
     check_cover,
     plan_reads,
 )
-from phalanx.checkpoint.tensor_file import DTYPES, NAMES, SUFFIX
+from phalanx.checkpoint.tensor_file import DTYPES, NAMES, SUFFIX, ObjectFile
 from phalanx.checkpoint.untrusted import brief, decode, read_json, write_json
 from phalanx.errors import CheckpointError
+from phalanx.object_store import fetch
 from phalanx.storage import Checksum, checksum, sync
 
 NAME: Final = "index.json"
@@ -78,7 +79,7 @@ def read(folder: Path, files: Mapping[str, Checksum]) -> Index:
     if NAME not in files:
         raise CheckpointError(f"its manifest does not list {NAME}")
     try:
-        return _index(decode(_Content, read_json(folder / NAME)), files)
+        return _index(decode(_Content, read_json(fetch(folder / NAME))), files)
     except FileNotFoundError as error:
         raise CheckpointError(f"its file {NAME} is missing") from error
     except ValueError as error:
@@ -148,7 +149,8 @@ def load(
         tensors = files(file)
         for name, (shard, source, target) in parts:
             try:
-                stored = tensors.get_slice(name)
+                rows = (source[0],) if isinstance(tensors, ObjectFile) and source else ()
+                stored = tensors.get_slice(name, *rows)
                 described = (stored.get_dtype(), tuple(stored.get_shape()))
                 if described != (NAMES[index[name].dtype], shard.sizes):
                     raise CheckpointError(

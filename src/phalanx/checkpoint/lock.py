@@ -13,6 +13,7 @@ from typing import IO
 
 from phalanx.checkpoint import manifest
 from phalanx.errors import CheckpointError
+from phalanx.object_store import address_of, get, put
 from phalanx.storage import lock
 
 LOCK_WAIT_S = 8.0
@@ -26,12 +27,18 @@ class RunLock:
 
     The operating system releases the lock when the process exits or crashes. On a file system
     without locks, a second process is not detected.
+
+    At an address the lock holds on one host. Across hosts the object .lock has the mark of the
+    process that saved last, which each process compares before it publishes (`fence`): one that was
+    cut off, and continues after its successor, ends. Not guarded is a save in the milliseconds
+    between comparison and manifest; both checkpoints are whole then.
     """
 
     def __init__(self, run: Path) -> None:
         """Prepare the lock of the run folder `run`; `take` acquires it."""
         self._folder = run / "checkpoints"
         self._file: IO[bytes] | None = None
+        self._mark = self._latest = b""
 
     def take(self) -> str:
         """Acquire the lock until `release`; return the random mark written to the lock file.
@@ -56,7 +63,27 @@ class RunLock:
         except OSError as error:
             self.release()
             raise OSError(error.errno, error.strerror, str(path)) from error
+        self._mark, self._latest = mark.encode(), self._mark_there()
         return mark
+
+    def _mark_there(self) -> bytes:
+        """Return the mark of the process that saved last to an address; empty without one."""
+        with suppress(FileNotFoundError):
+            return b"" if address_of(self._folder) is None else get(self._folder / manifest.LOCK)
+        return b""
+
+    def fence(self) -> None:
+        """Raise CheckpointError if another process has saved to the address since `take`."""
+        if address_of(self._folder) is None:
+            return
+        if self._mark_there() != self._latest:
+            raise CheckpointError(
+                f"another process has saved to {self._folder} since this one started; this run "
+                "saves no more there"
+            )
+        if self._latest != self._mark:
+            put(self._folder / manifest.LOCK, self._mark)
+            self._latest = self._mark
 
     def take_if_free(self) -> bool:
         """Acquire the lock until `release`, without a mark; return False if another process has it.
@@ -96,7 +123,8 @@ class RunLock:
                 by its ranks would be missing from the checkpoint.
         """
         path = self._folder / manifest.LOCK
-        if not _within_wait(lambda: path.is_file() and path.read_text() == mark):
+        is_same = address_of(path) is not None  # as the address is
+        if not is_same and not _within_wait(lambda: path.is_file() and path.read_text() == mark):
             raise CheckpointError(
                 f"{self._folder} on {platform.node()} is not the folder that rank 0 writes to; "
                 "give an --out on a disk that all hosts share"

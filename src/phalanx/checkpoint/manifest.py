@@ -34,6 +34,7 @@ from phalanx.checkpoint.untrusted import (
 )
 from phalanx.errors import CheckpointError
 from phalanx.models.shape import ModelShape
+from phalanx.object_store import address_of, fetch, put, refresh, remove
 from phalanx.storage import Checksum, hint_of_missing
 
 T = TypeVar("T")
@@ -90,11 +91,15 @@ class Manifest:
         settings: other settings of the run that a resumed run keeps, by name.
         state: states of objects of the run, by name, see checkpoint/run_state.py.
         registered: states of registered objects by their names, see checkpoint/registered.py.
+        frozen: checksums of the weights that are left out, by name, see checkpoint/frozen.py.
         has_optimizer: whether optimizer state is included, so that a run can resume; a checkpoint
             with weights only can initialize a new run.
         is_passing: whether a time interval, a signal or a new best evaluation triggered the save;
             it is removed once a later one is complete, unless its evaluation is the best.
         files: checksum of each file except the manifest, by name.
+        save: folder of these files within the checkpoint's, of a save to an object store; on disk
+            they are in the checkpoint's folder itself.
+        blocks: sha256 of each block of a tensor file in an object store, by name.
         format: version of the checkpoint format.
     """
 
@@ -109,9 +114,12 @@ class Manifest:
     settings: dict[str, Any] = field(default_factory=dict[str, Any])
     state: dict[str, Any] = field(default_factory=dict[str, Any])
     registered: dict[str, Any] = field(default_factory=dict[str, Any])
+    frozen: dict[str, str] = field(default_factory=dict[str, str])
     has_optimizer: bool = True
     is_passing: bool = False
     files: dict[str, Checksum] = field(default_factory=dict[str, Checksum])
+    save: str = ""
+    blocks: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
     format: int = FORMAT
 
     def check_shape(self, shape: ModelShape) -> None:
@@ -179,8 +187,13 @@ class Checkpoint(NamedTuple):
     def set_aside(self) -> None:
         """Rename the checkpoints in `damaged`, so that the run can save after the same steps."""
         for folder in self.damaged:
+            aside = folder.with_name(folder.name + DAMAGED)
             with suppress(FileNotFoundError):  # another host has renamed it
-                folder.rename(folder.with_name(folder.name + DAMAGED))
+                if address_of(folder) is None:
+                    folder.rename(aside)
+                else:
+                    put(aside / NAME, (folder / NAME).read_bytes())
+                    remove([folder / NAME])
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -193,6 +206,7 @@ def write(folder: Path, manifest: Manifest) -> None:
         OSError: the write failed, for example because the disk is full.
     """
     values = escape_control(vars(manifest))  # `asdict` would copy each value
+    values = {name: each for name, each in values.items() if each or name not in ("save", "blocks")}
     values["sha256"] = _sha256(values)
     write_json(folder / NAME, values)
 
@@ -210,7 +224,7 @@ def read(folder: Path) -> Manifest:
     """
     path = folder / NAME
     try:
-        return _decode(read_json(path))
+        return _decode(read_json(path if path.exists() else fetch(path)))
     except FileNotFoundError as error:
         others = older_checkpoints_hint(folder)
         raise CheckpointError(f"{folder} has no complete checkpoint: no {NAME}{others}") from error
@@ -253,7 +267,7 @@ def _decode(values: dict[str, Any]) -> Manifest:
     if states := {name: each for name, each in states.items() if each is not None}:
         values["state"] = states
     manifest: Manifest = decode(Manifest, values)
-    for name in manifest.files:
+    for name in (*manifest.files, manifest.save or NAME):
         if not is_plain_name(name):
             raise ValueError(f"it names the file {brief(name)}, expected one in its own folder")
     if sha256 != expected:
@@ -287,6 +301,8 @@ def run_folder(path: Path) -> Path:
     """
     if (path / NAME).exists() or _step_of(path) is not None:
         return run_of(path) or path
+    if path.name == "checkpoints":
+        refresh(path, NAME)
     has_steps = any(_step_of(each.parent) is not None for each in path.glob(f"*/{NAME}"))
     return (run_of(path / "step") if has_steps else None) or path
 
@@ -300,6 +316,7 @@ def complete_checkpoints(run: Path) -> dict[int, Path]:
     when the run was killed; the next save restores its name, and may then remove it.
     """
     found: list[tuple[int, bool, Path]] = []
+    refresh(run / "checkpoints", NAME)
     for folder in (path.parent for path in (run / "checkpoints").glob(f"*/{NAME}")):
         has_name = folder.suffix != REMOVED
         if (step := _step_of(folder if has_name else folder.with_suffix(""))) is not None:
@@ -378,9 +395,9 @@ def find(path: Path) -> Path:
     Raises:
         CheckpointError: there is no complete checkpoint.
     """
-    if (path / NAME).exists():
+    if fetch(path / NAME).exists():
         return path
-    if not path.exists():
+    if not path.exists() and address_of(path) is None:
         hint = removed_hint(path) or hint_of_missing(path)
         raise CheckpointError(f"no checkpoint in {path}: it does not exist{hint}")
     is_step = run_of(path) is not None and _step_of(path) is not None
@@ -428,8 +445,14 @@ def read_found(
 
 
 def identity(folder: Path) -> tuple[int, int] | None:
-    """Return the device and inode of a folder; None if it does not exist."""
+    """Return the device and inode of a folder; None if it does not exist.
+
+    In an object store the identity of a checkpoint is the content of its manifest.
+    """
     try:
+        if address_of(folder) is not None:
+            content = fetch(folder / NAME).read_bytes()
+            return 0, int.from_bytes(hashlib.sha256(content).digest()[:7])
         status = folder.stat()
     except FileNotFoundError:
         return None

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from phalanx.checkpoint import manifest, state
+from phalanx.checkpoint.frozen import FrozenWeights
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
 from phalanx.checkpoint.optimizer_state import CombinedOptimizer
 from phalanx.checkpoint.registered import Registered, SplitState, unchanged_on_error
@@ -73,6 +74,7 @@ class RunState:
     optimizers: Sequence[torch.optim.Optimizer]
     parts: Mapping[str, Stateful]
     registered: Registered
+    frozen: FrozenWeights
 
     def begin_save(self, saver: Saver, about: Manifest, *, replaces: bool = False) -> None:
         """Start to save; every rank calls this together.
@@ -108,7 +110,8 @@ class RunState:
                 f"{manifest.older_checkpoints_hint(final)}"
             ) from error
         self.registered.warn_if_ranks_differ(registered)
-        about = dataclasses.replace(about, state=states, registered=registered.plain)
+        frozen = self.frozen.checksums(state.weights_of(self.model))
+        about = dataclasses.replace(about, state=states, registered=registered.plain, frozen=frozen)
         saver.begin(self.model, together, about, registered.tensors, replaces=replaces)
 
     def load(self, start: Checkpoint) -> None:

@@ -19,7 +19,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from torch import nn
 
 from phalanx.checkpoint import index, manifest, tensor_file
 from phalanx.checkpoint.files import make_partial, partial_of, publish, remove_older
-from phalanx.checkpoint.host_copy import HostCopy, in_pieces
+from phalanx.checkpoint.host_copy import HostCopy, InPieces
 from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.optimizer_state import AnyOptimizer
@@ -50,6 +50,7 @@ from phalanx.comm.together import all_or_none, gather_objects, on_first_rank, re
 from phalanx.errors import CheckpointError, PeerLost
 from phalanx.launch.failure import is_lost_peer
 from phalanx.launch.heartbeat import PULSE
+from phalanx.object_store import address_of, upload_run
 from phalanx.report.units import size_text
 from phalanx.storage import Checksum
 
@@ -76,6 +77,9 @@ class Saver:
 
     Every rank creates a saver, and all ranks call `begin` and `finish` together. `keep` may change
     between saves.
+
+    Attributes:
+        after_publish: called on rank 0 with the folder of each checkpoint.
     """
 
     def __init__(
@@ -101,11 +105,12 @@ class Saver:
         """
         self.run = run
         self.keep = keep
+        self.after_publish: Callable[[Path], None] = lambda _: None
         self._lock = RunLock(run)
         doing = f"cannot save in {run}"
         mark = on_first_rank(self._claim, doing)
         limit_s = job_timeout().total_seconds() if timeout_s is None else timeout_s
-        self._progress = SaveProgress(mark, limit_s)
+        self._mark, self._progress = mark, SaveProgress(mark, limit_s)
         all_or_none(lambda: self._check_shared(mark), doing)  # also a barrier
         self._copy = HostCopy()
         self._plan = WritePlan({}, dist.get_world_size())
@@ -146,7 +151,8 @@ class Saver:
     ) -> None:
         """Copy the state and start to write it; the state may change as soon as this returns.
 
-        The writer fills in the `files` of the manifest `about`. For the further tensors `beside`
+        The writer fills in the `files` of the manifest `about`, whose `frozen` weights are not
+        saved. For the further tensors `beside`
         see `local_shards`. If `replaces` is set, a complete checkpoint after the same step may
         exist; the existing one is kept until the new one is complete.
 
@@ -157,6 +163,7 @@ class Saver:
         """
         self.finish()
         held = local_shards(model, optimizer, beside)
+        held = {n: e for n, e in held.items() if n.removeprefix("model.") not in about.frozen}
         infos = self._ours(held)
         # Training waits only for the copy to host memory; without room for it, until all is
         # written:
@@ -165,13 +172,13 @@ class Saver:
         #     no room     step | copy a piece, write it, copy the next, ... | step
         tensors = [held[name].local for name in infos]
         copied = self._copy.take(tensors)
-        pieces = in_pieces(tensors) if copied is None else copied
+        pieces = InPieces(tensors) if copied is None else copied
         kind = "step" if about.has_optimizer else "weights"
         self._final = manifest.folder_of(self.run, about.steps_done, kind)
         best = about.state["best"]["step"] if "best" in about.state else None
         number = self._progress.begin()
         save = Save(
-            *(number, self._final, partial_of(self._final), about),
+            *(number, self._final, partial_of(self._final, f"{self._mark}-{number}"), about),
             *(self._plan, infos, pieces, replaces, best),
         )
         self._failures = []
@@ -249,15 +256,29 @@ class Saver:
     def _open(self, save: Save) -> None:
         """Make the folder of a save on this rank, before its file is written."""
         if self._progress.rank == 0:
-            make_partial(save.final, replaces=save.replaces)
+            self.upload()  # whoever reads a manifest has the tokenizer and settings, too
+            make_partial(save.final, save.partial.name, replaces=save.replaces)
 
     def _publish(self, save: Save, about: Manifest) -> None:
         """Publish a save on rank 0, once all ranks have written their files."""
         moved = partial(self._progress.report_publishing, save.number)
         moved()
+        self._lock.fence()
         publish(save.partial, save.final, about, moved)
+        self.after_publish(save.final)
         # Before the others are notified, so that an error is raised on every rank.
         remove_older(self.run, self.keep, save.best, moved)
+
+    def upload(self) -> None:
+        """Upload this host's records and settings of a run that has an address.
+
+        Raises:
+            CheckpointError: another process has saved to the run, whose records stay.
+            StoreError: the store failed each time.
+        """
+        if self._progress.rank == 0:
+            self._lock.fence()
+        upload_run(self.run)
 
     def _conclude(self, save: Save) -> None:
         """End a save on this rank, once rank 0 has published it."""
@@ -340,14 +361,19 @@ class Saver:
             self._open(save)
             progress.publish_outcome(number, "open")
             progress.report(number, "written", _write_file(save, progress))
-            written = itertools.chain(*progress.wait(number))
-            files = {name: tuple(checksum) for name, checksum in written}
+            written = [*itertools.chain(*progress.wait(number))]
+            files = {name: tuple(checksum) for name, checksum, _ in written}
             files[index.NAME] = index.write(save.partial, save.plan)
-            self._publish(save, dataclasses.replace(save.about, files=files))
+            blocks = {name: tuple(each) for name, _, each in written if each}
+            where = save.partial.name if blocks else ""
+            about = dataclasses.replace(save.about, files=files, blocks=blocks, save=where)
+            self._publish(save, about)
         except Exception as error:  # after any error other ranks must stop waiting
             failure = self._failed(error)
             progress.publish_outcome(number, "failed", failure)
-            shutil.rmtree(save.partial, ignore_errors=True)  # the save is still the current one
+            # The save is still the current one. Objects stay: a manifest whose answer was lost may
+            # name them.
+            shutil.rmtree(save.partial, ignore_errors=True)
             raise failure from error
         progress.publish_outcome(number, "published")
 
@@ -371,10 +397,11 @@ class Saver:
             raise
 
 
-def _write_file(save: Save, progress: SaveProgress) -> list[tuple[str, Checksum]]:
-    """Write this rank's file; return its name and checksum, or [] without tensors to write."""
+def _write_file(save: Save, progress: SaveProgress) -> list[tuple[str, Checksum, list[str]]]:
+    """Write this rank's file; return its name, checksum and blocks, or [] without tensors."""
     if not save.infos:
         return []
-    file = file_of(progress.rank)
+    path, blocks = save.partial / file_of(progress.rank), list[str]()
     moved = partial(progress.report_bytes, save.number)
-    return [(file, tensor_file.write(save.partial / file, save.infos, save.pieces, moved))]
+    hashed = None if address_of(path) is None else blocks
+    return [(path.name, tensor_file.write(path, save.infos, save.pieces, moved, hashed), blocks)]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.encoding import generators_of, set_generators
-from phalanx.checkpoint.files import verify
+from phalanx.checkpoint.files import open_tensors, verify
+from phalanx.checkpoint.frozen import check_frozen
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.optimizer_state import (
@@ -34,7 +36,6 @@ from phalanx.checkpoint.optimizer_state import (
 )
 from phalanx.checkpoint.registered import is_extra_state
 from phalanx.checkpoint.sharding import ShardedAxis, Sharding, sharding_of
-from phalanx.checkpoint.tensor_file import open_file
 from phalanx.checkpoint.untrusted import brief
 from phalanx.comm.comm import local_shard
 from phalanx.comm.together import all_or_none, first_object, gather_objects, on_first_rank
@@ -79,9 +80,13 @@ def local_shards(
 def local_shards_with_moments(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, LocalShard]:
     """Return `local_shards` with an entry for each moment of Adam that does not exist yet.
 
-    The parameter itself, which has the same size, stands in for the missing moment.
+    The parameter itself, which has the same size, stands in for the missing moment. Frozen weights,
+    which a checkpoint leaves out unless they change, have no entry.
     """
     held = local_shards(model, optimizer, {})
+    for name, tensor in weights_of(model).items():
+        if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+            del held[f"model.{name}"]
     for name, parameter in _trained(weights_of(model), optimizer).items():
         for key in MOMENTS:
             held.setdefault(f"optimizer.{name}.{key}", _held(parameter))
@@ -161,9 +166,11 @@ def load(
     elsewhere = _names_on_other_stages(tensors, weights)
     trained = _trained(weights, optimizer)
 
+    stored = {name: tensor for name, tensor in weights.items() if name not in about.frozen}
+
     def make_room() -> dict[str, torch.Tensor]:
         about.check_optimizer()
-        _check_weights(tensors, weights, elsewhere)
+        _check_weights(tensors, stored, elsewhere)
         # Zeros for the optimizer's state, sharded as the parameters are. torch.optim keeps a step
         # count on the device of fused and capturable optimizers, else on the CPU.
         on_device = {
@@ -195,6 +202,7 @@ def load(
         return moments
 
     moments = all_or_none(make_room, doing)
+    check_frozen(about.frozen, weights, doing)
     beside = all_or_none(lambda: room_beside(tensors), doing)
     held = {name: _held(tensor) for name, tensor in (moments | {**beside}).items()}
     generators = {device: torch.empty_like(value) for device, value in generators_of(model).items()}
@@ -211,7 +219,7 @@ def load(
     #     2. fill the room                              the moments' values are checked
     #     3. generators, then `take`                    both are undone if either raises
     #     4. the weights                                a file that fails now leaves a part loaded
-    _read(folder, tensors, held, doing)
+    _read(folder, about, tensors, held, doing)
     all_or_none(lambda: check_values(moments), doing)
     before = generators_of(model)
     try:
@@ -220,8 +228,8 @@ def load(
     except CheckpointError:
         set_generators(before)
         raise
-    ours = {f"model.{name}": _held(tensor) for name, tensor in weights.items()}
-    _read(folder, tensors, ours, doing)
+    ours = {f"model.{name}": _held(tensor) for name, tensor in stored.items()}
+    _read(folder, about, tensors, ours, doing)
     for parameter in trained.values():
         optimizer.state[parameter] = {}
     for stored_name, value in moments.items():
@@ -248,11 +256,13 @@ def load_weights(path: Path, model: nn.Module) -> Path:
 
     def load_from(folder: Path) -> Path:
         doing = f"cannot load the weights in {folder}"
-        _, tensors = _open(folder, doing)
+        about, tensors = _open(folder, doing)
         elsewhere = _names_on_other_stages(tensors, weights)
-        all_or_none(lambda: _check_weights(tensors, weights, elsewhere), doing)
-        held = {f"model.{name}": _held(tensor) for name, tensor in weights.items()}
-        _read(folder, tensors, held, doing)
+        stored = {name: tensor for name, tensor in weights.items() if name not in about.frozen}
+        all_or_none(lambda: _check_weights(tensors, stored, elsewhere), doing)
+        check_frozen(about.frozen, weights, doing)
+        held = {f"model.{name}": _held(tensor) for name, tensor in stored.items()}
+        _read(folder, about, tensors, held, doing)
         return folder
 
     doing = f"cannot load the weights in {path}"
@@ -310,7 +320,7 @@ def _open(folder: Path, doing: str) -> tuple[Manifest, Index]:
     all_or_none(lambda: verify(folder, about, rank, num_ranks), doing)
 
     def read_index() -> Index:
-        tensors = index.read(folder, about.files)
+        tensors = index.read(folder / about.save, about.files)
         for name in tensors:
             kind, _, rest = name.partition(".")
             is_known = rest in ("cpu", "cuda") if kind == "generators" else bool(rest)
@@ -323,11 +333,14 @@ def _open(folder: Path, doing: str) -> tuple[Manifest, Index]:
     return about, on_first_rank(read_index, doing)
 
 
-def _read(folder: Path, tensors: Index, held: dict[str, LocalShard], doing: str) -> None:
+def _read(
+    folder: Path, about: Manifest, tensors: Index, held: dict[str, LocalShard], doing: str
+) -> None:
     """Fill this rank's shards `held` from the files of the checkpoint."""
     rank = dist.get_rank()
     wanted = {name: (each.local, each.sharding.box(rank)) for name, each in held.items()}
-    all_or_none(lambda: index.load(lambda file: open_file(folder / file), tensors, wanted), doing)
+    files = partial(open_tensors, folder, about)
+    all_or_none(lambda: index.load(files, tensors, wanted), doing)
 
 
 def _names_on_other_stages(tensors: Index, weights: dict[str, torch.Tensor]) -> set[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from phalanx.comm.together import reason_of
 from phalanx.errors import CheckpointError
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
+from phalanx.object_store import address_of
 from phalanx.storage import open_regular
 
 MOST_OPEN: Final = 256
@@ -34,6 +34,8 @@ class Weights:
     Attributes:
         folder: folder of the weights.
         shape: shape of the model.
+        base: folder and checksum of the frozen weights, which a checkpoint of adapters lacks; None
+            if it has all weights.
         read: returns the full tensor of a parameter by its name.
         close: closes the files, which are open from the start because a run may remove its
             checkpoint, and whose disk space is in use until then. A later `read` opens them again.
@@ -44,6 +46,7 @@ class Weights:
     shape: ModelShape
     read: Callable[[str], Tensor]
     close: Callable[[], None] = lambda: None
+    base: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,38 +59,44 @@ class _Opened:
     folder: Path
     about: Manifest
     tensors: Index
-    files: dict[str, io.FileIO]
+    files: dict[str, Any]
 
     @staticmethod
     def of(folder: Path) -> _Opened:
         about = manifest.read(folder)
         try:
             files.verify(folder, about)
-            tensors = index.read(folder, about.files)
+            tensors = index.read(folder / about.save, about.files)
         except CheckpointError as error:
             raise CheckpointError(f"cannot read {folder}: {error}") from error
         opened = _Opened(folder, about, tensors, {})
         weakref.finalize(opened, _close, opened.files)
         # A run may remove the checkpoint while it is read: an open file stays readable.
         names = [name for name in about.files if name.endswith(SUFFIX)]
+        is_here = address_of(folder) is None
         try:
-            for name in names if len(names) <= MOST_OPEN else ():
-                opened.files[name] = open_regular(folder / name)
+            for name in names if is_here and len(names) <= MOST_OPEN else ():
+                opened.files[name] = open_regular(folder / about.save / name)
         except OSError as error:
             raise CheckpointError(f"cannot read {folder}: {reason_of(error)}") from error
         return opened
 
     def file(self, name: str) -> Any:
-        """Return the tensor file `name`, mapped into memory."""
+        """Return the tensor file `name`, mapped into memory, or of an object store."""
         file = self.files.get(name)
-        return open_file(self.folder / name, None if file is None else file.fileno())
+        if address_of(self.folder) is None:
+            path = self.folder / self.about.save / name
+            return open_file(path, None if file is None else file.fileno())
+        if file is None:  # kept with the blocks that it has read
+            file = self.files[name] = files.open_tensors(self.folder, self.about, name)
+        return file
 
     def close(self) -> None:
         """Close the files; `file` then opens them by their names."""
         _close(self.files)
 
 
-def _close(files: dict[str, io.FileIO]) -> None:
+def _close(files: dict[str, Any]) -> None:
     for file in files.values():
         file.close()
     files.clear()
@@ -134,10 +143,16 @@ def open_checkpoint(path: Path) -> Weights:
     def read(name: str) -> Tensor:
         try:
             return index.load_full(opened.file, tensors, f"model.{name}")
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             raise CheckpointError(f"cannot read the weights in {folder}: {error}") from error
 
-    return Weights(folder, shape, read, opened.close)
+    base = None
+    if shape.lora is not None:
+        try:
+            base = decode(tuple[str, str], about.state.get("base"), "its base")
+        except ValueError as error:
+            raise CheckpointError(f"cannot read {folder / manifest.NAME}: {error}") from error
+    return Weights(folder, shape, read, opened.close, base)
 
 
 def shape_in(about: Manifest, folder: Path) -> ModelShape:
@@ -160,9 +175,9 @@ def shape_in(about: Manifest, folder: Path) -> ModelShape:
 
 
 def sizes_of(shape: ModelShape) -> dict[str, torch.Size]:
-    """Return the size of each parameter of `Decoder(shape)`, by name."""
+    """Return the size of each trained parameter of `Decoder(shape)`, by name."""
     with torch.device("meta"):
-        return {name: tensor.shape for name, tensor in Decoder(shape).named_parameters()}
+        return {n: p.shape for n, p in Decoder(shape).named_parameters() if p.requires_grad}
 
 
 def load_decoder(weights: Weights, dtype: torch.dtype, device: torch.device | str) -> Decoder:

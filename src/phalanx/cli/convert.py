@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional, Range
 from phalanx.errors import ConfigError
+from phalanx.object_store import path_of
 from phalanx.report.output import print_json
 from phalanx.report.terminal import Preparation, Terminal
 
@@ -25,8 +26,8 @@ class ConvertConfig:
     source: Annotated[str | None, Positional("SRC")] = None
     """What to read. A Hugging Face folder (config.json, *.safetensors) becomes a checkpoint of
     weights alone, for phalanx train --init. A checkpoint, or a run folder, whose latest checkpoint
-    is taken, becomes a folder that from_pretrained loads. A tokenizer beside the weights is copied
-    along."""
+    is taken, becomes a folder that from_pretrained loads, with its adapters merged, if it has any;
+    so do the adapters of a folder of PEFT. A tokenizer beside the weights is copied along."""
     destination: Annotated[str | None, Positional("DST")] = None
     """The folder to write: a new one, or an empty one."""
     check: bool = False
@@ -38,6 +39,8 @@ class ConvertConfig:
     family: str | None = None
     """Model type of the Hugging Face folder to write, such as llama or phi3. Default: the
     original type, else the first that computes the weights."""
+    base: str | None = None
+    """Folder of the weights that adapters in SRC belong to; if unset, the one that SRC names."""
     max_shard_gb: Annotated[float | None, Range(0, 10**6, "(]")] = None
     """Largest file of a Hugging Face folder, in 1e9 bytes; 5 if unset."""
     json: bool = False
@@ -56,15 +59,15 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"{missing} missing; expected: phalanx convert SRC DST")
     import torch
 
-    from phalanx.checkpoint.weights import open_checkpoint
     from phalanx.hugging_face.compare import compare_logits, require_transformers
+    from phalanx.hugging_face.convert import open_weights
 
     if config.check:
         require_transformers()
     terminal = Terminal()
     begin_s = time.perf_counter()
     with Preparation(terminal) as preparation:
-        converted = _convert(config, Path(config.source), Path(config.destination), preparation)
+        converted = _convert(config, path_of(config.source), Path(config.destination), preparation)
     took_s = time.perf_counter() - begin_s
     agreement, check = None, None
     if config.check:
@@ -72,7 +75,7 @@ def run(argv: list[str]) -> int:
         if converted.kind == "phalanx":
             ours, theirs = theirs, ours
         dtype = getattr(torch, converted.dtype)
-        agreement = compare_logits(open_checkpoint(ours), theirs, dtype)
+        agreement = compare_logits(open_weights(ours), theirs, dtype)
         check = {
             "agrees": agreement.is_within,
             "largest_difference": agreement.largest_difference,
@@ -120,5 +123,6 @@ def _convert(
         dtype=getattr(torch, config.dtype),
         max_shard_bytes=MAX_SHARD_BYTES if size_gb is None else round(size_gb * 1e9),
         family=config.family,
+        base=None if config.base is None else Path(config.base),
         progress=preparation.report,
     )

@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional
 from phalanx.errors import ConfigError
 from phalanx.infer.options import EngineConfig, Sampling, SamplingSettings
+from phalanx.object_store import path_of
 from phalanx.report.output import print_json
 from phalanx.report.tabular import Number, Table
 from phalanx.report.terminal import Terminal
@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
         raise ConfigError("RUN is missing; expected: phalanx generate RUN --prompt TEXT")
     from phalanx.infer.assembly import with_engine
 
-    with_engine(Path(config.run), config, functools.partial(_generate, config))
+    with_engine(path_of(config.run), config, functools.partial(_generate, config))
     return 0
 
 

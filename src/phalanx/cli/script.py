@@ -14,6 +14,7 @@ from phalanx.config.fields import Positional, Range, Schema, settings
 from phalanx.config.schema import JobConfig, RunConfig
 from phalanx.config.validate import AUTO, check_best
 from phalanx.errors import ConfigError
+from phalanx.object_store import path_of
 from phalanx.report.output import print_json
 from phalanx.report.terminal import Terminal
 
@@ -123,7 +124,7 @@ def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, _Chosen, Optio
         )
     net_files(config, Path())
     name = f"{Path(config.script).stem}-{config.script.rpartition(':')[2]}"
-    out = Path(config.resume or config.out or new_folder(name, strategy))
+    out = path_of(config.resume or config.out or new_folder(name, strategy))
     shared = {each.name: getattr(config, each.name) for each in dataclasses.fields(RunConfig)}
     shared["device"] = device
     options = Options(**shared, out=out, resume=bool(config.resume))

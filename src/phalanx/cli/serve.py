@@ -5,24 +5,30 @@ from __future__ import annotations
 import errno
 import functools
 import ipaddress
+import json
+import logging
 import os
 import re
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from phalanx.config.command_line import read_words
 from phalanx.config.fields import Positional, Range, check_values
 from phalanx.errors import ConfigError, Interrupted
 from phalanx.infer.options import EngineConfig
+from phalanx.infer.request_fields import FIELDS
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
+from phalanx.object_store import path_of
+from phalanx.report.tabular import Table
 from phalanx.report.terminal import Terminal
 from phalanx.storage import read_text
 
@@ -43,8 +49,16 @@ class ServeConfig(EngineConfig):
     run: Annotated[str | None, Positional("RUN")] = None
     """A run folder, whose latest checkpoint is taken; a checkpoint, of any strategy; or a Hugging
     Face folder."""
-    served_model_name: str | None = None
-    """The name of the model for clients; if unset, the name of the folder."""
+    served_model_name: tuple[str, ...] = ()
+    """The names of the model for clients, answers have the first; if unset, the folder's."""
+    chat_template: str | None = None
+    """File of a chat template, in place of the model's."""
+    generation_config: str | None = "auto"
+    """Folder of a generation_config.json with sampling defaults; auto: the model's; none: none."""
+    strict: bool = False
+    """Refuse fields of requests that are unknown, which otherwise cost a line of the log."""
+    fields: bool = False
+    """Print what happens with the fields of requests, and end."""
     host: str = "127.0.0.1"
     """The address to listen on; the default takes connections of this host alone."""
     port: Annotated[int, Range(0, 65535, "[]")] = 8000
@@ -52,6 +66,14 @@ class ServeConfig(EngineConfig):
     api_key: str | None = None
     """What clients have to send as `Authorization: Bearer KEY`; if unset, the environment variable
     PHALANX_API_KEY. Other users of this host can read a command line."""
+    ssl_keyfile: str | None = None
+    """File of the private key for HTTPS."""
+    ssl_certfile: str | None = None
+    """File of the certificate for HTTPS, with the certificates of its issuers."""
+    allowed_origins: list[str] = field(default_factory=list[str])
+    """Site whose pages may send requests (CORS), or * for all; may be repeated."""
+    access_log: bool = False
+    """Print a line for each request."""
     max_waiting: Annotated[int, Range(0)] = 256
     """Most requests that wait; further ones are answered by 429."""
     max_body_bytes: Annotated[int, Range(1)] = 1 << 20
@@ -61,6 +83,9 @@ class ServeConfig(EngineConfig):
     from then on."""
     grace_s: Annotated[float, Range(0, 10**6, "[]")] = 25.0
     """Seconds that running requests have to end after SIGTERM or Ctrl-C; then they get an error."""
+    tool_call_parser: Literal["auto", "hermes", "mistral", "llama3_json"] = "auto"
+    """Format of a model's calls of tools: of Hermes and Qwen, Mistral, or Llama 3; auto: the one in
+    its chat template."""
     properties: str | None = None
     """A serving.properties of LMI, whose options stand for options here; the command line wins."""
 
@@ -73,6 +98,11 @@ def run(argv: list[str]) -> int:
         Interrupted: a signal has ended the server.
     """
     config = _read(argv)
+    if config.fields:
+        columns = ("field", "of", "values", "outcome", "")
+        rows = [(row.field, row.where, row.values, row.outcome, row.about) for row in FIELDS]
+        Terminal().show(Table("", columns, rows))
+        return 0
     if config.run is None:
         raise ConfigError("RUN is missing; expected: phalanx serve RUN")
     if config.api_key is not None and re.fullmatch("[!-~]+", config.api_key) is None:
@@ -85,6 +115,15 @@ def run(argv: list[str]) -> int:
             f"follow is {config.follow:g}, but weights is int8, which quantizes the weights only "
             "at the start; the nearest is weights full"
         )
+    if config.ssl_keyfile is not None or config.ssl_certfile is not None:
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(config.ssl_certfile or "", config.ssl_keyfile)
+        except OSError as error:  # SSLError too
+            raise ConfigError(
+                f"ssl_certfile {config.ssl_certfile} and ssl_keyfile {config.ssl_keyfile} are no "
+                f"certificate and its key: {error}"
+            ) from None
     if missing := [name for name in NEEDED if find_spec(name) is None]:
         raise ConfigError(
             f"serve needs {', '.join(missing)}, which is not installed: "
@@ -96,14 +135,14 @@ def run(argv: list[str]) -> int:
         from phalanx.infer.assembly import with_engine
 
         work = functools.partial(_serve, config, listener)
-        if signum := with_engine(Path(config.run), config, work):
+        if signum := with_engine(path_of(config.run), config, work):
             raise Interrupted(signum)
     return 0
 
 
 PROPERTIES: Final[Mapping[str, tuple[str, Callable[[str], Any]]]] = {
     "model_id": ("run", str),
-    "served_model_name": ("served_model_name", str),
+    "served_model_name": ("served_model_name", lambda text: (text,)),
     "max_rolling_batch_size": ("slots", int),
     "max_rolling_batch_prefill_tokens": ("budget", int),
     "job_queue_size": ("max_waiting", int),
@@ -113,12 +152,61 @@ PROPERTIES: Final[Mapping[str, tuple[str, Callable[[str], Any]]]] = {
 }
 """Key of a serving.properties file (LMI, DJL Serving) -> setting, and its value of the text."""
 
-DTYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+DTYPES: Final = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16"}
+
+ALIASES: Final[Mapping[str, tuple[str, Mapping[str, str] | None]]] = {
+    "model": ("", {}),
+    "tensor-parallel-size": ("--strategy", {}),
+    "dtype": ("--precision", {**DTYPES, "float": "float32"}),
+    "speculative-config": ("--speculative", {}),
+    "max-num-seqs": ("--slots", {}),
+    "max-num-batched-tokens": ("--budget", {}),
+    "kv-cache-dtype": ("--cache", {"auto": "full", "fp8_e4m3": "fp8"}),
+    "enable-prefix-caching": ("--prefix-cache", None),
+    "no-enable-prefix-caching": ("--no-prefix-cache", None),
+    "enable-chunked-prefill": ("--chunked-prefill", None),
+    "no-enable-chunked-prefill": ("--no-chunked-prefill", None),
+    "enable-log-requests": ("--access-log", None),
+    "disable-log-requests": ("--no-access-log", None),
+    "disable-uvicorn-access-log": ("--no-access-log", None),
+}
+"""Option of vLLM -> the same option here, and values with other names; None for a flag."""
+
+UNUSED: Final = {
+    **dict.fromkeys(("trust-remote-code", "enforce-eager", "disable-log-stats"), False),
+    **dict.fromkeys(("enable-auto-tool-choice", "allow-credentials"), False),
+    **dict.fromkeys(("gpu-memory-utilization", "swap-space", "uvicorn-log-level"), True),
+    **dict.fromkeys(("tokenizer-mode", "load-format", "allowed-methods", "allowed-headers"), True),
+}
+"""Option of vLLM without effect here -> whether a value follows."""
+
+
+def _renamed(argv: list[str]) -> list[str]:
+    """Return a command line without options that only vLLM has, in the names of this command."""
+    words, unused, left = list[str](), list[str](), list(argv)
+    while left:
+        word = left.pop(0)
+        option, sign, text = word.partition("=")
+        name = option.removeprefix("--").replace("_", "-") if option.startswith("--") else ""
+        new, values = ALIASES.get(name, ("", None))
+        has_value = UNUSED.get(name, values is not None)
+        values_of = [text] if sign else [left.pop(0)] if has_value and left else []
+        if name in UNUSED:
+            unused.append(option)
+        elif name in ALIASES:
+            translated = [(values or {}).get(each, each) for each in values_of]
+            translated = [f"tp{each}" for each in translated] if new == "--strategy" else translated
+            words += [each for each in (new, *translated) if each]
+        else:
+            words.append(word)
+    if unused:
+        Terminal().say(f"ignored {', '.join(unused)}, which serve does not use")
+    return words
 
 
 def _read(argv: list[str]) -> ServeConfig:
     """Return the settings of the command line, which override settings of a serving.properties."""
-    chosen = read_words(argv, ServeConfig, prog="phalanx serve")
+    chosen = read_words(_renamed(argv), ServeConfig, prog="phalanx serve")
     if (file := chosen.get("properties")) is not None:
         settings, ignored = dict[str, Any](), list[str]()
         for number, line in enumerate(map(str.strip, read_text(Path(file)).splitlines()), 1):
@@ -147,6 +235,10 @@ def _read(argv: list[str]) -> ServeConfig:
             Terminal().say(f"{file}: ignored {', '.join(ignored)}, which serve does not use")
     if chosen.get("api_key") is None:
         chosen["api_key"] = os.environ.get(API_KEY)
+    if len(origins := chosen.get("allowed_origins", [])) == 1 and origins[0].startswith("["):
+        chosen["allowed_origins"] = json.loads(origins[0])  # as vLLM's
+    if (file := chosen.get("chat_template")) is not None:
+        chosen["chat_template"] = read_text(Path(file))
     config = ServeConfig(**chosen)
     check_values(config)
     return config
@@ -187,8 +279,10 @@ def _serve(
     import uvicorn
     from torch import distributed as dist
 
+    from phalanx.hugging_face.companions import DEFAULT
     from phalanx.infer.app import Limits, app_of
     from phalanx.infer.engine import EngineFailed
+    from phalanx.infer.served import sampling_defaults
     from phalanx.launch.failure import report
     from phalanx.launch.heartbeat import PULSE
     from phalanx.launch.process_memory import collect_as_usual
@@ -196,14 +290,32 @@ def _serve(
 
     collect_as_usual()
     terminal = Terminal()
+    defaults = dict[str, Any]()
+    if (source := config.generation_config) not in (None, "vllm"):
+        defaults = sampling_defaults(
+            served.weights.folder if source == "auto" else Path(str(source))
+        )
+    if defaults:
+        shown = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        terminal.say(
+            f"sampling defaults of generation_config.json: {shown}; --generation-config none "
+            "leaves them out"
+        )
     limits = Limits(
+        is_strict=config.strict,
+        names=config.served_model_name[1:],
+        defaults=defaults,
+        allowed_origins=config.allowed_origins,
         max_waiting=config.max_waiting,
         max_body_bytes=config.max_body_bytes,
         api_key=config.api_key,
         is_local=config.api_key is None and _is_loopback(config.host),
     )
-    served = replace(served, name=config.served_model_name or served.name)
-    app = app_of(served, engine, limits, config.follow)
+    names = config.served_model_name or (served.name,)
+    served = replace(served, name=names[0])
+    if config.chat_template is not None:
+        served = replace(served, chat_templates={DEFAULT: config.chat_template})
+    app = app_of(served, engine, limits, config.follow, config.tool_call_parser)
     close = app.state.gateway.close
     pool = engine.scheduler.pool
     terminal.say(
@@ -213,6 +325,8 @@ def _serve(
     if config.api_key is None and not _is_loopback(config.host):
         terminal.say(f"other hosts can reach {config.host}, but no --api-key is set", "yellow")
 
+    scheme = "http" if config.ssl_certfile is None else "https"
+
     class Server(uvicorn.Server):
         async def startup(self, sockets: Any = None) -> None:
             await super().startup(sockets)
@@ -220,7 +334,7 @@ def _serve(
                 for listener in server.sockets:
                     host, port = listener.getsockname()[:2]
                     name = f"[{host}]" if ":" in host else host
-                    terminal.say(f"listening on http://{name}:{port}")
+                    terminal.say(f"listening on {scheme}://{name}:{port}")
 
         @contextmanager
         def capture_signals(self) -> Generator[None]:
@@ -248,9 +362,13 @@ def _serve(
     options = uvicorn.Config(
         app,
         log_level="warning",
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
         timeout_keep_alive=30,
         timeout_graceful_shutdown=ceil(config.grace_s) + 2,  # uvicorn then cancels its tasks
     )
+    if config.access_log:
+        logging.getLogger("uvicorn.access").setLevel(logging.INFO)
     PULSE.on_stop = f"the server ends with its running requests, within {config.grace_s:g} s"
     PULSE.heed()
     assert listener is not None, "the first rank listens"

@@ -15,8 +15,9 @@ from phalanx.config.fields import Use, check_values, settings, value_at
 from phalanx.config.help import show_config
 from phalanx.config.load import Loaded, load_config
 from phalanx.config.validate import check_warmup
-from phalanx.data.corpus import sources
+from phalanx.data.addresses import check_data
 from phalanx.errors import ConfigError
+from phalanx.models.registry import shape_of
 from phalanx.report.output import print_json
 from phalanx.report.tabular import Line, Table
 from phalanx.report.terminal import Terminal
@@ -103,6 +104,10 @@ def _checked(config: AnyConfig) -> Strategy:
     from phalanx.train.job.request import choose_strategy
 
     check_values(config)
+    if config.model is not None:
+        shape_of(
+            config.model
+        )  # raises for a folder: the weights compared are small ones of its own
     if isinstance(config, VerifyConfig):  # the training run checks the warm-up of --train
         check_warmup(config.optimizer, config.steps)
     elif is_under_torchrun() and read_rank_env().num_here < read_rank_env().num_ranks:
@@ -116,8 +121,7 @@ def _checked(config: AnyConfig) -> Strategy:
 
         check_sizes(config, strategy)
     else:  # check before the long verification of steps
-        if config.data is not None:
-            sources(config.data)
+        check_data(config.data)
         if config.corpus.seq_len > MOST_LENGTH:
             raise ConfigError(
                 f"corpus.seq_len is {config.corpus.seq_len:,}; expected at most {MOST_LENGTH:,}, "

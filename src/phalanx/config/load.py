@@ -13,6 +13,7 @@ from phalanx.config.fields import Schema, Use, keys_for, settings, value_at, wit
 from phalanx.config.file import RUN_FILE, read_values
 from phalanx.config.schema import TrainConfig
 from phalanx.errors import ConfigError
+from phalanx.object_store import fetch, is_address, path_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def load_config(
         ):
             if all(said.get(other) is not None for other in others):
                 dropped.append(key)
-        kept = read_values(str(run_file), keys, is_foreign=True)
+        kept = read_values(os.fspath(run_file), keys, is_foreign=True)
         if unkept := [key for key in keys_for(TrainConfig, Use.NOT_SAVED) if key in kept]:
             raise ConfigError(
                 f"{run_file}: no run saves '{unkept[0]}' there, and a resumed run does not read it "
@@ -106,10 +107,11 @@ def _run_file(resume: str | None) -> Path | None:
     """Return the settings file of the run folder or checkpoint to resume, if the file exists."""
     if resume is None:
         return None
-    if os.path.lexists(Path(resume) / RUN_FILE):  # also a pipe or dangling link, to report it
-        return Path(resume) / RUN_FILE
-    folder = Path(os.path.abspath(resume))  # "." has no parents
-    run_file = folder.parent.parent / RUN_FILE
+    path = path_of(resume)
+    if os.path.lexists(fetch(path / RUN_FILE)):  # also a pipe or dangling link, to report it
+        return path / RUN_FILE
+    folder = Path(os.path.abspath(path))  # "." has no parents
+    run_file = fetch(folder.parent.parent / RUN_FILE)
     is_there = folder.parent.name == "checkpoints" and os.path.lexists(run_file)
     return run_file if is_there else None
 
@@ -119,7 +121,9 @@ def missing_path_notes(loaded: Loaded[TrainConfig]) -> list[str]:
     lines: list[str] = []
     for key in keys_for(TrainConfig, Use.PATH):
         value, source = value_at(loaded.config, key), loaded.sources[key]
-        if value is None or os.path.exists(value) or not os.path.isfile(source):
+        if value is None or "*" in value or is_address(value):  # a glob, a mixture or an address
+            continue
+        if os.path.exists(value) or not os.path.isfile(source):
             continue
         beside = os.path.join(os.path.dirname(source), value)
         exists = f"; {beside} exists" if os.path.exists(beside) else ""

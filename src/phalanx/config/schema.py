@@ -63,7 +63,7 @@ class CorpusConfig:
     """How text becomes samples."""
 
     seq_len: Annotated[int, Use.DATA_ORDER, Range(2)] = 256
-    """Tokens in one sample."""
+    """Tokens in one sample; of chats, also the most of one conversation, which is cut there."""
     vocab_size: Annotated[
         int | None,
         Use.RESOLVED | Use.FIXED_BY_TOKENIZER,
@@ -75,6 +75,8 @@ class CorpusConfig:
     """Part of the text's bytes kept aside for validation, in whole documents but for one."""
     max_bytes: Annotated[int | None, Use.RESOLVED, Range(1)] = None
     """Read at most this many bytes of text; all of it if unset."""
+    turns: Annotated[Literal["all", "last"], Use.EQUAL] = "all"
+    """Answers of a conversation to train on, of data that are chats."""
     document_mask: Annotated[bool, Use.EQUAL] = True
     """Whether a token attends only to tokens of its own document."""
     shuffle: Annotated[bool, Use.DATA_ORDER] = True
@@ -250,10 +252,15 @@ class TrainConfig(JobConfig):
     gives shape, first weights and tokenizer; the checkpoint's to begin with or resume from, else
     demo, if unset."""
     data: Annotated[str | None, Use.PATH] = None
-    """A file, folder or glob of .txt, .md, .py, .jsonl (field "text") or .parquet, relative to the
-    working folder; the standard library of this Python if unset."""
+    """A file, folder or glob, relative to the working folder, or an address such as s3://bucket/web:
+    .txt, .md, .py, .jsonl and .json (field "text"), also .gz and .zst; .parquet; folders saved by
+    `datasets`; token ids in .bin, .npy or a column "input_ids". Or a mixture by weights of samples,
+    0.7*web/,0.3*code/. Rows of chats, by the fields messages, prompt and completion, conversations,
+    or instruction and output, are recognised. The standard library of this Python if unset."""
     tokenizer: Annotated[str | None, Use.PATH | Use.FIXED_BY_TOKENIZER] = None
     """A tokenizer.json; a byte-level BPE trained on the data if unset."""
+    chat_template: Annotated[str | None, Use.PATH | Use.NOT_RESUMED] = None
+    """A file with the Jinja template of chats; the one of the model's folder if unset."""
     epochs: Annotated[float | None, Use.RESOLVED, Range(0, 10**9, "(]")] = None
     """Passes over the data, instead of steps; unset, the run is as long as `steps` says."""
     seed: Annotated[int, Use.DATA_ORDER, SEED] = 0
@@ -263,10 +270,13 @@ class TrainConfig(JobConfig):
     """Validation samples in one such measurement."""
     prompt: Annotated[str | None, Use.EQUAL] = None
     """How the sample begins that the model writes at the end; the first words of the validation
-    text if unset."""
+    text if unset. Of chats, the question that it answers."""
     init: Annotated[str | None, Use.PATH | Use.NOT_RESUMED] = None
     """A checkpoint, or a run folder, to take the first weights from, and nothing else; the model
     then has that checkpoint's shape."""
+    lora: Annotated[str | None, Use.RESOLVED] = None
+    """Train low-rank adapters of the model of `init`, and freeze the rest: r=16,alpha=32 and
+    targets=q_proj+v_proj, by default all-linear; rslora divides alpha by the root of r."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     """Sizes that replace the preset's."""
     corpus: CorpusConfig = field(default_factory=CorpusConfig)

@@ -1,6 +1,6 @@
 """The corpus: text as a stream of documents in a fixed order.
 
-A text file and a record (`phalanx.data.records`) are one document each. Document names are relative
+A text file and a record (`phalanx.data.formats`) are one document each. Document names are relative
 to the corpus, so that the validation split is the same on every machine.
 """
 
@@ -10,22 +10,22 @@ import glob
 import importlib
 import importlib.util
 import json
+import math
 import os
 import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from phalanx.data.records import (
+from phalanx.data.formats import (
     FORMATS,
     PACKED,
     TEXTS,
-    check_columns,
     decode,
     format_of,
-    is_list,
     open_unpacked,
     read_records,
     refuse_zero,
@@ -34,8 +34,11 @@ from phalanx.data.records import (
 from phalanx.errors import DataError
 from phalanx.storage import hint_of_missing
 
-_METADATA = ("state.json", "dataset_dict.json", "dataset_info.json")
+METADATA = ("state.json", "dataset_dict.json", "dataset_info.json")
 """Files that `datasets` writes beside its tables."""
+
+MOST_PERIOD = 10**6
+"""Most samples after which the pattern of a mixture repeats."""
 
 _NAMED = 3
 """Most files left out that are named, for each reason."""
@@ -64,13 +67,63 @@ class Document:
     text: str
 
 
-def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Document]:
+def mixture_of(data: str | None) -> list[tuple[int, str | None]]:
+    """Return (weight, path) of each source in a `data` setting; (1, data) if it is no mixture.
+
+    A mixture is WEIGHT*PATH,WEIGHT*PATH and so on, such as "0.7*web/,0.3*code/"; the weights
+    that are returned are whole numbers of samples in each period, here 7 and 3 of 10.
+
+    Raises:
+        DataError: a source has no weight, a weight is 0, or the period is over MOST_PERIOD.
+    """
+    pieces = [piece.strip() for piece in (data or "").split(",")]
+    parts = [re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*\*\s*(.+)", piece) for piece in pieces]
+    if len(pieces) == 1 or parts[0] is None or os.path.exists(str(data)):
+        return [(1, data)]
+    parsed: list[Fraction] = []
+    for piece, part in zip(pieces, parts, strict=True):
+        if part is None or not (weight := Fraction(part[1])):
+            raise DataError(
+                f"{piece or 'a source'} of the mixture {data} has no weight; expected a number "
+                "above 0 for each source, such as 0.7*web/,0.3*code/"
+            )
+        parsed.append(weight)
+    scale = math.lcm(*(weight.denominator for weight in parsed))
+    weights = [int(weight * scale) for weight in parsed]
+    weights = [weight // math.gcd(*weights) for weight in weights]
+    if sum(weights) > MOST_PERIOD:
+        raise DataError(
+            f"the weights of the mixture {data} are exact only over {sum(weights):,} samples; "
+            f"expected at most {MOST_PERIOD:,}: give a sum of 1, and at most six digits"
+        )
+    return [(weight, part[2]) for weight, part in zip(weights, parts, strict=True) if part]
+
+
+def absolute(data: str) -> str:
+    """Return a `data` setting with absolute paths; addresses stay.
+
+    A path is not normalized, because `..` after a symbolic link is not the link's parent folder.
+    """
+    pieces = [data] if len(mixture_of(data)) == 1 else data.split(",")
+    whole: list[str] = []
+    for piece in pieces:
+        weight, star, path = piece.partition("*") if len(pieces) > 1 else ("", "", piece)
+        if "://" not in path:
+            path = os.path.join(os.getcwd(), os.path.expanduser(path.strip()))
+        whole.append(weight + star + path)
+    return ",".join(whole)
+
+
+def documents(
+    path: str | None, max_bytes: int | None = None, *, has_rows: bool = False
+) -> Iterator[Document]:
     """Read the documents of a corpus, in a fixed order.
 
     Args:
         path: a file, a folder (searched recursively, in sorted order) or a glob; None is the
             standard library of the running Python: the topics of pydoc_data and the .py sources.
         max_bytes: stop after this many bytes of text (UTF-8), and cut the last document.
+        has_rows: yield each record whole, as JSON text, and cut none.
 
     Raises:
         DataError: the path is missing, cannot be read or contains no supported file or no text, or
@@ -78,12 +131,18 @@ def documents(path: str | None, max_bytes: int | None = None) -> Iterator[Docume
     """
     left = max_bytes
     is_empty = True
-    every = (d for name, file in sources(path) for d in _read(name, file, is_ours=path is None))
+    every = (
+        document
+        for name, file in sources(path)
+        for document in _read(name, file, is_ours=path is None, has_rows=has_rows)
+    )
     for document in every:
         if not document.text.strip():
             continue
         if left is not None:
             raw = document.text.encode()
+            if has_rows and len(raw) > left:
+                break
             document = Document(document.name, raw[:left].decode(errors="ignore"))
             left -= len(raw)
         if document.text.strip():
@@ -108,8 +167,8 @@ def sources(path: str | None) -> list[tuple[str, Path]]:
     """
     if path is None:
         return _library_files()
-    root, files = _find_files(path)
-    chosen, others = _choose(files)
+    root, files = find_files(path)
+    chosen, others = choose(files)
     if not chosen:
         what = {f"{file.suffix or file.name} ({reason})" for file, reason in others}
         raise DataError(
@@ -120,15 +179,20 @@ def sources(path: str | None) -> list[tuple[str, Path]]:
 
 
 def left_out(path: str | None) -> str:
-    """Return the files of a corpus that `documents` does not read: number, reason, first names.
+    """Return the files of a corpus that `documents` does not read, see `words_on`."""
+    if path is None:
+        return ""
+    root, files = find_files(path)
+    return words_on(root, choose(files)[1])
+
+
+def words_on(root: Path, others: Sequence[tuple[Path, str]]) -> str:
+    """Return files that are not read in words: number, reason, and the first names below `root`.
 
     For example "2 files of unknown format (a.rst, b.gz)"; empty if there are none.
     """
-    if path is None:
-        return ""
-    root, files = _find_files(path)
     names: dict[str, list[str]] = {}
-    for file, reason in _choose(files)[1]:
+    for file, reason in others:
         names.setdefault(reason, []).append(file.relative_to(root).as_posix())
     return "; ".join(
         f"{len(some)} {'file' if len(some) == 1 else 'files'} {reason} "
@@ -137,11 +201,12 @@ def left_out(path: str | None) -> str:
     )
 
 
-def _choose(files: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
+def choose(files: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
     """Return the files to read, and the others with the reason.
 
     `Dataset.save_to_disk` lists its tables in state.json. `DatasetDict.save_to_disk` lists folders
-    in dataset_dict.json, a split each, of which "train" is read.
+    in dataset_dict.json, a split each, of which "train" is read; so it is with files of records
+    whose names have a split.
     """
     chosen: list[Path] = []
     others: list[tuple[Path, str]] = []
@@ -153,9 +218,10 @@ def _choose(files: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
             read = "train" if "train" in splits else splits[0]
             tables[file.parent] = []
             tables |= {file.parent / split: [] for split in splits if split != read}
+    has_splits = any(_split_of(file) == "train" for file in files)
     for file in files:
         kind, listed = format_of(file), tables.get(file.parent)
-        if file.name in _METADATA and (listed is not None or file.name == "dataset_info.json"):
+        if file.name in METADATA and (listed is not None or file.name == "dataset_info.json"):
             continue
         if not file.is_file():  # a read from a named pipe would block forever
             others.append((file, "that are not regular"))
@@ -163,11 +229,24 @@ def _choose(files: Sequence[Path]) -> tuple[list[Path], list[tuple[Path, str]]]:
             others.append((file, "of unknown format"))
         elif listed is not None and file.name not in listed:
             others.append((file, "outside the dataset saved there, or of another split"))
-        elif kind == ".json" and len(files) > 1 and not is_list(file):
+        elif has_splits and _split_of(file) not in (None, "train"):
+            others.append((file, "of another split than train"))
+        elif kind == ".json" and len(files) > 1 and _head(file)[:1] != b"[":
             others.append((file, "without a list of records"))
         else:
             chosen.append(file)
     return chosen, others
+
+
+def _split_of(file: Path) -> str | None:
+    """Return the split in the name of a file of records, such as test-00000-of-00002.parquet."""
+    split = re.search(r"(?:^|[-_.])(train|test|val|valid|validation|dev|eval)[-_.]", file.name)
+    return None if split is None or format_of(file) in (None, *TEXTS) else split[1]
+
+
+def _head(file: Path) -> bytes:
+    with open_unpacked(file) as opened:
+        return opened.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
 
 
 def _listed(file: Path, key: str) -> list[Any]:
@@ -178,14 +257,31 @@ def _listed(file: Path, key: str) -> list[Any]:
         return []
 
 
-def _read(name: str, file: Path, *, is_ours: bool) -> Iterator[Document]:
+def first_row(path: str | None) -> dict[str, Any] | None:
+    """Return the first record of a corpus; None without one, and for a mixture.
+
+    Raises:
+        DataError: see `documents`.
+    """
+    if path is None or len(mixture_of(path)) > 1:
+        return None
+    files = choose(find_files(path)[1])[0]
+    tables = (file for file in files if format_of(file) not in TEXTS)
+    return next((record.fields for file in tables for record in read_records(file, "")), None)
+
+
+def _read(name: str, file: Path, *, is_ours: bool, has_rows: bool) -> Iterator[Document]:
     """Yield the documents of a file; `is_ours`: it is of the standard library."""
     if is_ours and name == _TOPICS:
         topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
         yield from (Document(f"{_TOPICS}/{topic}", topics[topic]) for topic in sorted(topics))
+    elif has_rows and format_of(file) in TEXTS:
+        raise DataError(f"{file} is text, but other files of the corpus have rows of chats")
+    elif has_rows:
+        for record in read_records(file, name):
+            yield Document(record.name, json.dumps(record.fields, default=str))
     elif format_of(file) not in TEXTS:
         for record in read_records(file, name, [FIELD]):
-            check_columns([FIELD], list(record.fields), record.place)
             yield Document(record.name, _checked(record.fields[FIELD], record.place))
     else:
         try:
@@ -195,7 +291,7 @@ def _read(name: str, file: Path, *, is_ours: bool) -> Iterator[Document]:
                 raise
 
 
-def _find_files(path: str) -> tuple[Path, list[Path]]:
+def find_files(path: str) -> tuple[Path, list[Path]]:
     """Return the folder to which document names are relative, and the files, sorted.
 
     For a glob the folder is its fixed part, so that names do not depend on its location.

@@ -3,12 +3,23 @@
 A small Feistel network (Luby and Rackoff 1988) permutes the integers below a power of four. Results
 outside [0, N) are permuted again until they are inside (cycle walking: Black and Rogaway 2002,
 section 3). So the sample at any position of any epoch is computed without a list of N integers.
+
+A mixture deals positions to sources by weights, with the same pattern in each period:
+
+```
+weights 3, 1, 1   position   0  1  2  3  4 |  5  6  7  8  9 | 10 ...
+                  source     0  1  0  2  0 |  0  1  0  2  0 |  0
+                  its nth    0  0  1  0  2 |  3  1  4  1  5 |  6    position in that source's order
+```
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from dataclasses import dataclass
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +56,34 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
+@functools.lru_cache(4)
+def pattern_of(weights: tuple[int, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the source of each position of a period, and its number among that source's positions.
+
+    The period P is the sum of the weights w. Of the first p positions, for any p, source s has more
+    than p w[s] / P - 1 and fewer than p w[s] / P + 1. For this its j-th position is one of
+    floor(j P / w[s]) to ceil((j + 1) P / w[s]) - 1, and of the sources whose range has begun the
+    one whose range ends first is next: earliest deadline first, which meets all deadlines if they
+    can be met (Baruah et al. 1996: they can).
+    """
+    period = sum(weights)
+    source = np.empty(period, dtype=np.int64)
+    nth = np.empty(period, dtype=np.int64)
+    waiting = [(0, number) for number in range(len(weights))]  # (begin of the range, source)
+    ready = list[tuple[int, int]]()  # (end of the range, source)
+    done = [0] * len(weights)
+    for position in range(period):
+        while waiting and waiting[0][0] <= position:
+            number = heapq.heappop(waiting)[1]
+            heapq.heappush(ready, (-(-(done[number] + 1) * period // weights[number]), number))
+        number = heapq.heappop(ready)[1]
+        source[position], nth[position] = number, done[number]
+        done[number] += 1
+        if done[number] < weights[number]:
+            heapq.heappush(waiting, (done[number] * period // weights[number], number))
+    return source, nth
+
+
 @dataclass(frozen=True)
 class Order:
     """The stream of samples: the concatenation of all epochs.
@@ -57,15 +96,37 @@ class Order:
         is_shuffled: whether the samples of each epoch are shuffled.
         first_epoch: number of the first epoch of the stream; above 0 if a resumed run has changed
             the length of its samples.
+        sources: the orders of the sources of a mixture, whose samples are numbered one source after
+            the other; empty without a mixture. An epoch then has as many positions as all sources
+            have samples, and each source has epochs of its own.
+        weights: the positions of each source in a period of the mixture.
     """
 
     num_samples: int
     seed: int = 0
     is_shuffled: bool = True
     first_epoch: int = 0
+    sources: tuple[Order, ...] = ()
+    weights: tuple[int, ...] = ()
+
+    def mixed(self, sizes: Sequence[int], weights: Sequence[int]) -> Order:
+        """Return a mixture of sources with `sizes` samples, or itself if there are no weights."""
+        if not weights:
+            return self
+        sources = tuple(replace(self, num_samples=size) for size in sizes)
+        return replace(self, sources=sources, weights=tuple(weights))
 
     def samples(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the samples at stream positions `positions`."""
+        if self.sources:
+            period, in_period = np.divmod(positions, sum(self.weights))
+            source, nth = (table[in_period] for table in pattern_of(self.weights))
+            mixed, begin = np.empty_like(positions), 0
+            for number, (order, weight) in enumerate(zip(self.sources, self.weights, strict=True)):
+                here = source == number
+                mixed[here] = begin + order.samples(period[here] * weight + nth[here])
+                begin += order.num_samples
+            return mixed
         epochs, in_epoch = np.divmod(positions, self.num_samples)
         if not self.is_shuffled:
             return in_epoch

@@ -5,13 +5,16 @@ Legend: B rows, T tokens of a sample, V ids of the tokenizer.
 Sample i is tokens[i T : i T + T + 1]: T input tokens, each with the next token as its label. The
 last token of a window is only a label there, and the first input of the next window. So each token
 of the file except the first is predicted exactly once per epoch. The last sample may be shorter;
-its missing labels are IGNORE.
+its missing labels are IGNORE. Of several files, each has samples of its own, one after the other.
 
 [Note: Boundary] The separator E opens a document: E is its token 0, and the first token of the text
 is predicted from E alone. This label counts in the loss, because generation starts from E. The
 label E at the last token of a document counts too, because it teaches where a text ends. So the sum
 of the losses over a file is the code length of all its documents, and bits per byte divides this
 sum by exactly their bytes; E itself counts as 0 bytes.
+
+A marked file, of chats, has whole conversations in each T tokens, and none crosses into the next
+sample. Its marks take the place of E: only TRAINED tokens are labels, and OPENS opens a document.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from phalanx.data.token_file import TokenFile
+from phalanx.data.token_file import OPENS, TRAINED, TokenFile
 from phalanx.models.attention import to_device
 from phalanx.models.loss import IGNORE
 
@@ -76,15 +79,24 @@ class Samples:
     document_mask: bool = True
 
     @cached_property
-    def _tokens(self) -> npt.NDArray[Any]:
-        return self.file.map()
+    def _tokens(self) -> Any:
+        maps = [leaf.map() for leaf in self.file.leaves]
+        return maps[0] if len(maps) == 1 else _Joined(maps)
+
+    @cached_property
+    def _bounds(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The first token, and the first sample, of each file, and the ends of the last."""
+        leaves = self.file.leaves
+        first_token = np.cumsum([0, *(leaf.num_tokens for leaf in leaves)])
+        first_sample = np.cumsum([0, *(count_samples(leaf, self.seq_len) for leaf in leaves)])
+        return first_token, first_sample
 
     def __getstate__(self) -> dict[str, object]:
         # A memory map would be pickled with all of its tokens.
         return {key: value for key, value in self.__dict__.items() if key != "_tokens"}
 
     def __len__(self) -> int:
-        return max(0, -(-(self.file.num_tokens - 1) // self.seq_len))
+        return count_samples(self.file, self.seq_len)
 
     def batch(self, samples_B: npt.NDArray[np.int64], rows_B: npt.NDArray[np.int64]) -> Batch:
         """Return a microbatch of `samples_B`, with global positions `rows_B`; -1: an empty row."""
@@ -93,10 +105,15 @@ class Samples:
         labels_BT = np.full_like(tokens_BT, IGNORE)
         tokens_BT[is_label_BT] = self._tokens[places_BT[is_label_BT]]
         labels_BT[is_label_BT] = self._tokens[places_BT[is_label_BT] + 1]
+        opens_BT = (tokens_BT == self.file.end_id) & is_label_BT
+        if self.file.is_marked:
+            opens_BT = (tokens_BT & OPENS) > 0
+            tokens_BT &= OPENS - 1
+            labels_BT = np.where(labels_BT & TRAINED, labels_BT & (OPENS - 1), IGNORE)
+            labels_BT[~is_label_BT] = IGNORE
         positions_BT = np.broadcast_to(np.arange(self.seq_len), tokens_BT.shape)
         documents_BT = None
         if self.document_mask:
-            opens_BT = (tokens_BT == self.file.end_id) & is_label_BT
             opens_BT[:, 0] = False  # the first document of a row is 0, even if it starts here
             starts_BT = np.maximum.accumulate(np.where(opens_BT, positions_BT, 0), axis=1)
             positions_BT = positions_BT - starts_BT
@@ -128,6 +145,30 @@ class Samples:
         self, samples_B: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Return the file index of each input token, and a mask of the tokens that have a label."""
-        places_BT = samples_B[:, None] * self.seq_len + np.arange(self.seq_len)
-        is_label_BT = (places_BT >= 0) & (places_BT < self.file.num_tokens - 1)
+        first_token, first_sample = self._bounds
+        # An empty row, whose sample is -1, comes before the first file.
+        leaf_B = np.searchsorted(first_sample[:-1], samples_B, side="right").clip(1) - 1
+        begin_B = first_token[leaf_B] + (samples_B - first_sample[leaf_B]) * self.seq_len
+        places_BT = begin_B[:, None] + np.arange(self.seq_len)
+        is_label_BT = (places_BT >= 0) & (places_BT < first_token[leaf_B + 1][:, None] - 1)
         return places_BT, is_label_BT
+
+
+def count_samples(file: TokenFile, seq_len: int) -> int:
+    """Return the number of samples of a file per epoch."""
+    return sum(max(0, -(-(leaf.num_tokens - 1) // seq_len)) for leaf in file.leaves)
+
+
+class _Joined:
+    """Several arrays of ids, one after another, from which an array of places takes ids."""
+
+    def __init__(self, maps: list[npt.NDArray[Any]]) -> None:
+        self._maps, self._begins = maps, np.cumsum([0, *map(len, maps)])
+
+    def __getitem__(self, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        number = np.searchsorted(self._begins, places, side="right") - 1
+        ids = np.empty(places.shape, dtype=np.int64)
+        for leaf in np.unique(number):
+            here = number == leaf
+            ids[here] = self._maps[leaf][places[here] - self._begins[leaf]]
+        return ids

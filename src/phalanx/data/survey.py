@@ -14,14 +14,14 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from phalanx.data.cache import FORMAT, fingerprint, storage_errors
-from phalanx.data.corpus import documents, sources
+from phalanx.data.corpus import Document, documents, left_out, sources
 from phalanx.errors import DataError
 from phalanx.storage import replace_file
 
@@ -39,23 +39,29 @@ SETTLED_S: Final = 2.0
 
 @dataclass(frozen=True)
 class TextStats:
-    """Hash of the names and texts of a corpus's documents in order, their bytes and number."""
+    """Hash of the names and texts of a corpus's documents in order, their bytes and number.
+
+    `num_tokens` is the number of ids of a source of ids, and 0 for text.
+    """
 
     digest: str
     num_bytes: int
     num_documents: int
+    num_tokens: int = 0
 
 
 @dataclass
 class Corpus:
     """A corpus whose text is read lazily, and not at all if the cache has its hash.
 
-    For `data` and `max_bytes` see `corpus.documents`; `report` is called while the text is read.
+    For `data`, `max_bytes` and `has_rows` see `corpus.documents`; `report` is called while the text
+    is read.
     """
 
     data: str | None
     max_bytes: int | None
     report: Progress
+    has_rows: bool = False
     _names_and_sizes: tuple[list[str], list[int]] | None = None
     _text: TextStats | None = None
 
@@ -71,7 +77,7 @@ class Corpus:
         begun_s = time.time()
         stamp, changed_s = self._stamp()
         path = os.path.abspath(os.path.expanduser(self.data)) if self.data is not None else ""
-        record = cache / "texts" / f"{fingerprint('text', path, self.max_bytes)}.json"
+        record = cache / "texts" / f"{fingerprint('text', path, *self._key())}.json"
         self._text = None
         with suppress(OSError, ValueError, KeyError, TypeError):  # missing, damaged or outdated
             known: dict[str, Any] = json.loads(record.read_text("utf-8"))
@@ -104,10 +110,25 @@ class Corpus:
         assert self._names_and_sizes is not None, "names_and_sizes() before text()"
         return self._names_and_sizes
 
+    def documents(self) -> Iterator[Document]:
+        """Read the documents, see `corpus.documents`."""
+        return documents(self.data, self.max_bytes, has_rows=self.has_rows)
+
+    def left_out(self) -> str:
+        """Return the files that are not read, see `corpus.words_on`."""
+        return left_out(self.data)
+
+    def _sources(self) -> list[tuple[str, Path]]:
+        return sources(self.data)
+
+    def _key(self) -> tuple[object, ...]:
+        """What the stored result depends on, beside the files."""
+        return (self.max_bytes, self.has_rows)
+
     def _stamp(self) -> tuple[str, float]:
         """Return a hash of the files' names, sizes and times, and the latest of the times."""
         digest, changed_ns = hashlib.blake2b(digest_size=16), 0
-        for name, file in sources(self.data):
+        for name, file in self._sources():
             try:
                 about = file.stat()
             except OSError as error:
@@ -124,7 +145,7 @@ class Corpus:
         names: list[str] = []
         sizes: list[int] = []
         num_bytes = 0
-        for document in documents(self.data, self.max_bytes):
+        for document in self.documents():
             raw = document.text.encode()
             name = document.name.encode("utf-8", "surrogateescape")
             # With the lengths, two documents have another hash than one with the text of both.

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from phalanx.errors import ConfigError, DataError
+from phalanx.object_store import fetch, path_of
 
 END_OF_TEXT = "<|endoftext|>"
 """Token that precedes each document and follows the last."""
@@ -110,7 +111,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     Raises:
         DataError: the file does not exist, is too large, or is not a tokenizer.json.
     """
-    file = Path(os.path.expanduser(path))
+    file = fetch(path_of(os.path.expanduser(path)))
     if file.is_dir():
         file = file / "tokenizer.json"
     if not os.path.isfile(file):  # a read from a named pipe would block
@@ -224,7 +225,7 @@ class CoverageCheck:
             for words in ('"add_prefix_space": true', '"prepend_scheme": "always"', '"first"')
         )
 
-    def check(self, text: str, ids: list[int], name: str) -> int:
+    def check(self, text: str, ids: npt.NDArray[np.uint32], name: str) -> int:
         """Return the number of bytes of `text`, after a check that its tokens `ids` represent all.
 
         Raises:
@@ -241,7 +242,7 @@ class CoverageCheck:
             "that covers every byte, or leave it out to train one"
         )
 
-    def _is_whole(self, text: str, ids: list[int] | None = None) -> bool:
+    def _is_whole(self, text: str, ids: npt.NDArray[np.uint32] | None = None) -> bool:
         """Return whether the tokens represent all bytes of the text after normalization."""
         found = self._count(self._encode(text) if ids is None else ids)
         normalizer: Any = self._tokenizer.normalizer
@@ -250,11 +251,12 @@ class CoverageCheck:
         expected = len(text.replace("▁", self._space).encode())
         return found >= expected if self._has_prefix else found == expected
 
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def _encode(self, text: str) -> npt.NDArray[np.uint32]:
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.array(ids, dtype=np.uint32)
 
-    def _count(self, ids: list[int]) -> int:
-        return int(self._token_bytes[ids].sum()) if ids else 0
+    def _count(self, ids: npt.NDArray[np.uint32]) -> int:
+        return int(self._token_bytes[ids].sum())
 
 
 def cut_pieces(text: str, num_characters: int = _PIECE_CHARACTERS) -> Iterator[str]:
@@ -277,19 +279,20 @@ def cut_pieces(text: str, num_characters: int = _PIECE_CHARACTERS) -> Iterator[s
     yield text[start:]
 
 
-def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[str]) -> Generator[list[int]]:
-    """Encode texts on all cores, in order, with a bounded read-ahead.
+def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[str]) -> Generator[npt.NDArray[np.uint32]]:
+    """Encode texts on all cores, in order, with a bounded read-ahead: `pieces` are read meanwhile.
 
     The threads are Python threads that end with this generator. The library's own threads would
     stay alive and be lost in a later fork of this process; some versions of the library warn of it.
     """
-    num_threads = os.cpu_count() or 1
-    waiting: deque[Future[list[list[int]]]] = deque()
+    is_bound = hasattr(os, "sched_getaffinity")  # to some of the host's cores
+    num_threads = len(os.sched_getaffinity(0)) if is_bound else os.cpu_count() or 1
+    waiting: deque[Future[list[npt.NDArray[np.uint32]]]] = deque()
     with _sequential_library(), ThreadPoolExecutor(num_threads) as executor:
 
-        def encode(texts: list[str]) -> list[list[int]]:
+        def encode(texts: list[str]) -> list[npt.NDArray[np.uint32]]:
             encodings = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            return [encoding.ids for encoding in encodings]
+            return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
         for texts in _group(pieces):
             waiting.append(executor.submit(encode, texts))

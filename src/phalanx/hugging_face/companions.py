@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, cast
@@ -21,13 +22,15 @@ from typing import Any, Final, cast
 from tokenizers import AddedToken, processors
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.untrusted import brief, read_json, write_json
+from phalanx.checkpoint.untrusted import brief, decode, read_json, write_json
 from phalanx.data.tokenizer import MOST_BYTES, end_of_text_id, load_tokenizer
 from phalanx.errors import CheckpointError, DataError
 from phalanx.hugging_face.config import CONFIG, IDS
-from phalanx.storage import replace_file
+from phalanx.object_store import fetch
+from phalanx.storage import read_text, replace_file
 
 TOKENIZER: Final = "tokenizer.json"
+CHAT_TEMPLATE: Final = "chat_template.jinja"
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 SPECIAL_TOKENS: Final = "special_tokens_map.json"
 ADDED_TOKENS: Final = "added_tokens.json"
@@ -36,9 +39,12 @@ ORIGIN: Final = "hugging_face.json"
 
 COMPANIONS: Final = (
     *(TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, ADDED_TOKENS),
-    *("tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", GENERATION),
+    *("tokenizer.model", "vocab.json", "merges.txt", CHAT_TEMPLATE, GENERATION),
 )
 """Files that are copied from folder to folder."""
+
+DEFAULT: Final = "default"
+"""Name of the chat template that is used if a model has several."""
 
 Ids = dict[str, int | list[int] | None]
 
@@ -47,7 +53,7 @@ def _find(checkpoint: Path, name: str) -> Path | None:
     """Return the file `name` in a checkpoint folder or else in its run folder; None if absent."""
     run = manifest.run_of(checkpoint)
     paths = [folder / name for folder in (checkpoint, *([] if run is None else [run]))]
-    return next((path for path in paths if path.is_file()), None)
+    return next((path for path in paths if fetch(path).is_file()), None)
 
 
 def tokenizer_of(checkpoint: Path) -> Path | None:
@@ -68,14 +74,12 @@ def keep_tokenizer(source: Path, run: Path) -> None:
 def copy_companions(source: Path, destination: Path) -> list[str]:
     """Copy the COMPANIONS in `source` to `destination`, and return their names.
 
-    The tokenizer of a run's checkpoint is in the run folder.
+    The tokenizer of a run's checkpoint, and what `keep_chat` wrote, are in the run folder.
 
     Raises:
         CheckpointError: a file has more than MOST_BYTES.
     """
-    files = {name: source / name for name in COMPANIONS if (source / name).is_file()}
-    if (tokenizer := tokenizer_of(source)) is not None:
-        files[TOKENIZER] = tokenizer
+    files = {name: file for name in COMPANIONS if (file := _find(source, name)) is not None}
     for name, file in files.items():
         if (num_bytes := file.stat().st_size) > MOST_BYTES:
             raise CheckpointError(
@@ -106,11 +110,13 @@ def family_in(checkpoint: Path) -> str | None:
 
 
 def is_of_run(checkpoint: Path) -> bool:
-    """Return whether a checkpoint was written by training and not by a conversion.
+    """Return whether a checkpoint is of a run on text, not of a conversion or a run on chats.
 
-    A run puts its separator before each text, and ignores the begin tokens of its tokenizer.
+    A run on text puts its separator before each text, and ignores the begin tokens of its
+    tokenizer. A run on chats has the ids of its tokens, as a conversion has.
     """
-    return not (checkpoint / ORIGIN).is_file()
+    path = _find(checkpoint, ORIGIN)
+    return path is None or not (path.parent == checkpoint or read_json(path).keys() & {*IDS})
 
 
 def ids_of(folder: Path) -> Ids:
@@ -131,7 +137,7 @@ def ids_of(folder: Path) -> Ids:
         return dict.fromkeys(IDS, end)
     ids: Ids = dict.fromkeys(IDS)
     for name in (CONFIG if is_foreign else ORIGIN, GENERATION):
-        content = _read_if_there(folder / name)
+        content = _read_if_there(_find(folder, name))
         # Only the end tokens are always used: some published files have padding token -1.
         for key in IDS if name == ORIGIN else ["eos_token_id"]:
             if not _is_id(content.get(key)):
@@ -143,6 +149,56 @@ def ids_of(folder: Path) -> Ids:
     return ids
 
 
+def chat_templates_of(folder: Path) -> dict[str, str]:
+    """Return the chat templates of a folder, or of its run: name -> Jinja source."""
+    file, alone = _find(folder, TOKENIZER_CONFIG), _find(folder, CHAT_TEMPLATE)
+    templates: Any = None if file is None else _read_if_there(file).get("chat_template")
+    if alone is not None:
+        templates = read_text(alone)
+    if isinstance(templates, list):
+        try:
+            by_name = {each["name"]: each["template"] for each in cast("list[Any]", templates)}
+            return decode(dict[str, str], by_name)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{file}: chat_template is {brief(templates)}; expected a string, or a list of "
+                "objects with name and template"
+            ) from error
+    return {DEFAULT: templates} if isinstance(templates, str) else {}
+
+
+def keep_chat(
+    source: Path | None, run: Path, template: str, names: Mapping[str, str], end_ids: Sequence[int]
+) -> None:
+    """Write what serves chats beside the tokenizer of a run on chats: see `is_of_run`.
+
+    Args:
+        source: folder of the weights that the run began with, or None.
+        run: folder of the run.
+        template: Jinja source of the chat template.
+        names: its variables, such as `bos_token`.
+        end_ids: ids of the tokens that end an answer.
+    """
+    ids: Ids = dict.fromkeys(IDS)
+    family, generation = None, dict[str, Any]()
+    if source is not None:
+        ids |= ids_of(source)
+        family, generation = family_in(source), _read_if_there(_find(source, GENERATION))
+    ids["eos_token_id"] = list(end_ids) or None
+    contents: dict[str, dict[str, Any]] = {
+        TOKENIZER_CONFIG: {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{name: token for name, token in names.items() if name.endswith("_token")},
+            "extra_special_tokens": {n: t for n, t in names.items() if not n.endswith("_token")},
+        },
+        GENERATION: generation | ids,
+        ORIGIN: {"model_type": family, **ids},
+    }
+    for name, content in contents.items():
+        replace_file(run / name, json.dumps(content, indent=1).encode())
+    replace_file(run / CHAT_TEMPLATE, template.encode())
+
+
 def special_tokens_of(folder: Path) -> tuple[dict[str, str], list[AddedToken]]:
     """Return the special tokens that the files beside tokenizer.json name, and all that they add.
 
@@ -150,14 +206,14 @@ def special_tokens_of(folder: Path) -> tuple[dict[str, str], list[AddedToken]]:
     special_tokens_map.json and added_tokens.json count only if tokenizer_config.json has no
     added_tokens_decoder.
     """
-    config = _read_if_there(folder / TOKENIZER_CONFIG)
+    config = _read_if_there(_find(folder, TOKENIZER_CONFIG))
     listed: Any = config.get("added_tokens_decoder")
     if isinstance(listed, dict):
         by_id = cast("dict[str, Any]", listed)
         added = [by_id[id] for id in sorted(by_id, key=lambda id: (len(id), id))]
     else:
-        config |= _read_if_there(folder / SPECIAL_TOKENS)
-        ids = _read_if_there(folder / ADDED_TOKENS)
+        config |= _read_if_there(_find(folder, SPECIAL_TOKENS))
+        ids = _read_if_there(_find(folder, ADDED_TOKENS))
         added = sorted(ids, key=lambda text: (len(str(ids[text])), str(ids[text])))
     extra: Any = config.get("extra_special_tokens") or config.get("additional_special_tokens")
     named = {name: token for name, token in config.items() if name.endswith("_token")}
@@ -185,8 +241,8 @@ def _text_of(token: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _read_if_there(path: Path) -> dict[str, Any]:
-    return read_json(path, may_be_link=True) if path.is_file() else {}
+def _read_if_there(path: Path | None) -> dict[str, Any]:
+    return {} if path is None else read_json(path, may_be_link=True)
 
 
 def write_missing(folder: Path, ids: Ids, max_seq_len: int) -> list[str]:

@@ -9,6 +9,8 @@ in memory to a decoder in memory.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +22,12 @@ from torch import Tensor, nn
 from phalanx.checkpoint import index, manifest, tensor_file
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.sharding import Sharding, WritePlan, file_of
+from phalanx.checkpoint.untrusted import brief, read_json
 from phalanx.checkpoint.weights import Weights, open_checkpoint, sizes_of
 from phalanx.data.survey import Progress, no_progress
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face import folder as folders
+from phalanx.hugging_face import peft_folder
 from phalanx.hugging_face.companions import (
     ORIGIN,
     copy_companions,
@@ -40,9 +44,10 @@ from phalanx.hugging_face.folder import TensorFiles
 from phalanx.hugging_face.names import reader, table
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
+from phalanx.object_store import address_of, fetch
 from phalanx.storage import check_free, checksum, hint_of_missing, published
 
-Kind = Literal["hugging face", "phalanx"]
+Kind = Literal["hugging face", "phalanx", "peft"]
 
 MAX_SHARD_BYTES: Final = 5 * 10**9
 
@@ -72,17 +77,21 @@ def convert(
     dtype: torch.dtype = torch.float32,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     family: str | None = None,
+    base: Path | None = None,
     progress: Progress = no_progress,
 ) -> Converted:
     """Convert a Hugging Face folder to a checkpoint without optimizer state, or the reverse.
 
+    Adapters are merged into the weights of their base, and become a Hugging Face folder.
+
     Args:
-        source: a Hugging Face folder, a checkpoint, or a run, whose latest checkpoint is read.
+        source: a Hugging Face folder, PEFT's, a checkpoint, or a run, whose latest one is read.
         destination: a folder that is absent or empty.
         dtype: dtype of the tensors to write.
         max_shard_bytes: largest size of a safetensors file, unless one tensor is larger.
         family: model type to write if several compute the shape; if None, the type that the
             weights came from, else the first.
+        base: folder of the weights that adapters belong to; if None, the one that they name.
         progress: callback before each tensor, and at the end.
 
     Raises:
@@ -95,7 +104,7 @@ def convert(
     # 3. Rename the folder when it is complete; a failure removes the partial one.
     kind = kind_of(source)
     check_free(source, destination)
-    weights, family = _open(source, kind, family)
+    weights, family = _open(source, base, family)
     read = _Reader(weights, dtype, progress)
     with published(destination, read.num_bytes) as partial:
         companions = copy_companions(weights.folder, partial)
@@ -122,21 +131,26 @@ def convert(
 
 
 def kind_of(source: Path) -> Kind:
-    """Return whether a folder is a Hugging Face model, or a checkpoint or run of Phalanx.
+    """Return whether a folder is a Hugging Face model, PEFT's, or a checkpoint or run of Phalanx.
 
     Raises:
         CheckpointError: it does not exist, is not a folder, or is neither.
     """
+    if address_of(source) is not None and not manifest.complete_checkpoints(source):
+        fetch(source / manifest.NAME)
     if not source.exists():
         raise CheckpointError(f"{source} does not exist{hint_of_missing(source)}")
     if not source.is_dir():
         raise CheckpointError(f"{source} is a file; expected the folder it is in: {source.parent}")
     if folders.is_hugging_face(source):  # even if it has a manifest.json too
         return "hugging face"
+    if (source / peft_folder.CONFIG).is_file():
+        return "peft"
     if (source / manifest.NAME).exists() or (manifest.run_folder(source) / "checkpoints").is_dir():
         return "phalanx"
     raise CheckpointError(
         f"{source} is neither a Hugging Face folder ({folders.CONFIG} and *.safetensors) nor "
+        f"adapters of PEFT ({peft_folder.CONFIG}) nor "
         f"a checkpoint ({manifest.NAME}) nor a run (checkpoints/step-*)"
     )
 
@@ -164,6 +178,77 @@ def open_hugging_face(folder: Path) -> Weights:
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     return Weights(folder, shape, read)
+
+
+def open_weights(source: Path, base: Path | None = None) -> Weights:
+    """Open all weights in a folder of any kind; adapters are added to the weights of their base.
+
+    Args:
+        source: a Hugging Face folder, PEFT's, a checkpoint, or a run, whose latest one is opened.
+        base: folder of the weights that adapters belong to; if None, the one that they name.
+
+    Raises:
+        CheckpointError: a folder is damaged, or the base has changed since the adapters were saved.
+        ConfigError: a config.json describes a model that Decoder does not support.
+    """
+    kind = kind_of(source)
+    if kind == "hugging face":
+        return open_hugging_face(source)
+    if kind == "phalanx":
+        weights = open_checkpoint(source)
+        if weights.base is None:
+            return weights
+        folder, expected = weights.base
+        below = open_weights(base or Path(folder))
+        if (actual := checksum_of(below.folder)) != expected:
+            raise CheckpointError(
+                f"{weights.folder} has adapters of {folder}, whose sha256 was {expected:.12}; it "
+                f"is {actual:.12} now: the weights have changed"
+            )
+        return peft_folder.merged(below, peft_folder.adapters_in(weights), weights.folder)
+    named = read_json(source / peft_folder.CONFIG).get("base_model_name_or_path")
+    if base is None and not (isinstance(named, str) and Path(named).is_dir()):
+        raise CheckpointError(
+            f"{source} has adapters of {brief(named)}, which is no folder here; convert takes the "
+            "folder of the base by --base"
+        )
+    below = open_weights(base or Path(str(named)))
+    return peft_folder.merged(below, read_adapters(source, below), below.folder)
+
+
+def read_adapters(source: Path, base: Weights) -> peft_folder.Adapters:
+    """Read the adapters of `base` in a folder of PEFT, a run with adapters or its checkpoint.
+
+    Raises:
+        CheckpointError: it has none, is damaged, or is of another model.
+    """
+    if kind_of(source) == "peft":
+        return peft_folder.read_peft(source, base.shape, names_of(base))
+    weights = open_checkpoint(source) if kind_of(source) == "phalanx" else None
+    if weights is None or weights.base is None:
+        raise CheckpointError(f"{source} has no adapters; expected {peft_folder.CONFIG} of PEFT")
+    if dataclasses.replace(weights.shape, lora=None, dropout=base.shape.dropout) != base.shape:
+        raise CheckpointError(f"{source} has adapters of a model of another shape")
+    return peft_folder.adapters_in(weights)
+
+
+def names_of(weights: Weights) -> str:
+    """Return the model type whose names the adapters of these weights have."""
+    if folders.is_hugging_face(weights.folder):
+        return str(folders.read_config(weights.folder)["model_type"])
+    before = family_in(weights.folder)
+    return before if before in families_of(weights.shape) else family_of(weights.shape)
+
+
+def checksum_of(folder: Path) -> str:
+    """Return the sha256 of the weights and the shape in a Hugging Face folder or a checkpoint."""
+    if folders.is_hugging_face(folder):
+        files = [folder / folders.CONFIG, *folders.weight_files(folder)]
+        content: Any = [(file.name, checksum(file.resolve())) for file in files]
+    else:
+        about = manifest.read(folder)
+        content = [about.files, about.shape, about.state.get("base")]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _write_checkpoint(
@@ -217,20 +302,15 @@ def _write_hugging_face(
     return len(links), generated
 
 
-def _open(source: Path, kind: Kind, family: str | None) -> tuple[Weights, str]:
+def _open(source: Path, base: Path | None, family: str | None) -> tuple[Weights, str]:
     """Return the weights of a folder, and their family, or the family to write them as.
 
     If several families compute the shape, it is `family` if given, else the family of the origin,
     else the first.
     """
-    if kind == "hugging face":
-        weights = open_hugging_face(source)
-        return weights, str(folders.read_config(source)["model_type"])
-    weights = open_checkpoint(source)
-    before = family_in(weights.folder)
-    if family is None and before in families_of(weights.shape):
-        family = before  # unless the shape was changed to one that this family cannot compute
-    return weights, family_of(weights.shape, family)
+    weights = open_weights(source, base)
+    # The family of the origin, unless the shape was changed to one that it cannot compute.
+    return weights, names_of(weights) if family is None else family_of(weights.shape, family)
 
 
 class _Reader:

@@ -41,7 +41,7 @@ class TensorFiles:
         self.sizes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Path] = {}
         index = _index(folder)
-        for file in _weight_files(folder, index):
+        for file in weight_files(folder):
             with open_file(file) as tensors:
                 for name in tensors.keys():
                     self._add(name, file, tensors.get_slice(name))
@@ -84,13 +84,14 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} has no {CONFIG}") from error
 
 
-def _weight_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files with the weights of a folder, sorted by name.
 
     As in transformers, model.safetensors is preferred to the files that the index lists.
     """
     if (folder / WEIGHTS).exists():
         return [folder / WEIGHTS]
+    index = _index(folder)
     for name in sorted(set(index.values())):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / INDEX} names {name}, which is missing")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from starlette.requests import ClientDisconnect
@@ -14,8 +14,10 @@ from starlette.requests import ClientDisconnect
 from phalanx.infer.detokenize import bytes_of, scores_of, shown
 from phalanx.infer.engine import EngineFailed, Piece
 from phalanx.infer.options import TokenScore
+from phalanx.infer.protocol import GenerationBody
 from phalanx.infer.scheduler import Completion
 from phalanx.infer.served import Served
+from phalanx.infer.tool_calls import CallParser
 
 
 def error_body(
@@ -40,7 +42,8 @@ class Answer:
         *,
         is_chat: bool,
         echoes: Sequence[str] = (),
-        has_prompt_scores: bool = False,
+        body: GenerationBody | None = None,
+        new_parser: Callable[[], CallParser] | None = None,
     ) -> None:
         """Create the response of one request.
 
@@ -49,29 +52,58 @@ class Answer:
             logprobs: number of alternatives in the scores of tokens; None for no scores.
             is_chat: whether the request is a chat.
             echoes: text of the prompt of each choice, to put before its text; or none.
-            has_prompt_scores: whether the response has `prompt_logprobs`.
+            body: the request, whose fields say what else the response has.
+            new_parser: returns a parser of the calls of tools in a choice; None if there are none.
         """
+        self._parsers = None if new_parser is None else defaultdict[int, CallParser](new_parser)
         self._is_chat, self._has_scores, self._num_top = is_chat, logprobs is not None, logprobs
-        self._echoes, self._has_prompt_scores = echoes, has_prompt_scores
+        self._echoes, self._body = echoes, body or GenerationBody()
+        self._names_ids = bool(self._body.return_tokens_as_token_ids)
         self._tokenizer, self._model = served.tokenizer, served.name
-        self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-"
+        self._id += self._body.request_id or secrets.token_hex(12)
         self._num_characters = Counter[int]()  # by choice: characters of its tokens so far
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the non-streaming response; all completions must have finished."""
         choices = list[dict[str, Any]]()
         about = self._about("chat.completion" if self._is_chat else "text_completion")
-        for each in completions:
+        for each in self._best(completions):
             content: dict[str, Any] = {"text": self._echo(each) + each.text}
             if self._is_chat:
-                content = {"message": {"role": "assistant", "content": content["text"]}}
+                message = {"content": content["text"]}
+                if self._parsers is not None:
+                    message = self._parsers[each.number].whole(content["text"])
+                content = {"message": {"role": "assistant", **message}}
             choices.append(content | self._ends(each, each.new_tokens, each.scores, is_first=True))
-            if self._has_prompt_scores:  # vLLM has one list in the response to a chat
-                (about if self._is_chat else choices[-1])["prompt_logprobs"] = [
+            # vLLM has one list in the response to a chat.
+            of_prompt = about if self._is_chat else choices[-1]
+            if self._body.return_token_ids:
+                of_prompt["prompt_token_ids"] = each.prompt
+            if self._body.prompt_logprobs is not None:
+                of_prompt["prompt_logprobs"] = [
                     score and self._prompt_score(token, score)
                     for token, score in zip(each.prompt, each.prompt_scores, strict=True)
                 ]
-        return {**about, "choices": choices, "usage": _usage(completions)}
+        return {**about, "choices": choices, "usage": usage_of(completions)}
+
+    def _best(self, completions: Sequence[Completion]) -> Sequence[Completion]:
+        """Return the completions to show, of `best_of` those with the best mean log-probability."""
+        num, num_kept = self._body.num_generated, self._body.num_choices
+        if num == num_kept:
+            return completions
+
+        def mean(completion: Completion) -> float:
+            scores = [score.logprob for score in completion.scores]
+            return sum(scores) / max(len(scores), 1)
+
+        kept: list[Completion] = []
+        for begin in range(0, len(completions), num):
+            best = sorted(completions[begin : begin + num], key=mean, reverse=True)
+            kept += best[:num_kept]
+        for number, completion in enumerate(kept):
+            completion.number = number
+        return kept
 
     async def stream(
         self,
@@ -87,19 +119,32 @@ class Answer:
         try:
             async for completion, text, token, score, reason in pieces:
                 number, is_first = completion.number, completion.number not in begun
-                content = {"text": self._echo(completion) + text if is_first else text}
-                if number in begun and not (text or reason or self._has_scores):
+                text = self._echo(completion) + text if is_first else text
+                deltas = [{"content" if self._is_chat else "text": text}] if text else []
+                if self._parsers is not None:
+                    deltas = self._parsers[number].take(text, is_last=reason is not None)
+                if not (is_first or deltas or reason or self._has_scores):
                     continue
-                if self._is_chat:
-                    role = {} if number in begun else {"role": "assistant"}
-                    content = {"delta": {**role, "content": content["text"]}}
                 begun.add(number)
-                tokens, scores = ([], []) if score is None else ([token], [score])
+                tokens = [token] if token >= 0 else []
+                scores = [] if score is None else [score]
                 ends = self._ends(completion, tokens, scores, is_first=is_first)
-                ends |= {"finish_reason": reason}
-                yield _event({**about, "choices": [content | ends]})
+                reason = reason and ends["finish_reason"]
+                if self._body.return_token_ids and is_first:
+                    ends["prompt_token_ids"] = completion.prompt
+                options = self._body.stream_options
+                if has_usage and options is not None and options.continuous_usage_stats:
+                    about["usage"] = usage_of(completions)
+                deltas = deltas or [{"content" if self._is_chat else "text": ""}]
+                if self._is_chat:
+                    deltas[0] |= {"role": "assistant"} if is_first else {}
+                for delta in deltas:  # a piece of text may end one call and begin another
+                    ends["finish_reason"] = reason if delta is deltas[-1] else None
+                    content = {"delta": delta} if self._is_chat else delta
+                    yield _event({**about, "choices": [content | ends]})
+                    ends["logprobs"] = None
             if has_usage:
-                yield _event({**about, "choices": [], "usage": _usage(completions)})
+                yield _event({**about, "choices": [], "usage": usage_of(completions)})
             yield "data: [DONE]\n\n"
         except EngineFailed as error:
             yield _event(error_body(str(error), "server_error"))
@@ -124,16 +169,21 @@ class Answer:
         is_first: bool,
     ) -> dict[str, Any]:
         """Return the fields of a choice after its text; `is_first` for the first part of it."""
-        logprobs, all_scores = None, list[TokenScore | None](scores)
+        logprobs, scored, all_scores = None, tokens, list[TokenScore | None](scores)
         if self._has_scores:
             if is_first and self._echoes and not self._is_chat:
-                tokens = [*completion.prompt, *tokens]
+                scored = [*completion.prompt, *tokens]
                 all_scores = [*completion.prompt_scores, *scores]
-            logprobs = self.scores(completion.number, tokens, all_scores)
+            logprobs = self.scores(completion.number, scored, all_scores)
+        reason = completion.finish_reason
+        if reason == "stop" and self._parsers and self._parsers[completion.number].calls:
+            reason = "tool_calls"
         return {
             "index": completion.number,
             "logprobs": logprobs,
-            "finish_reason": completion.finish_reason,
+            "finish_reason": reason,
+            "stop_reason": completion.stop_reason,
+            **({"token_ids": tokens} if self._body.return_token_ids else {}),
         }
 
     def _prompt_score(self, token: int, score: TokenScore) -> dict[str, Any]:
@@ -155,13 +205,18 @@ class Answer:
         """Return the `logprobs` object for the next tokens of choice `number`."""
         if not self._is_chat:
             begin = self._num_characters[number]
-            logprobs, end = scores_of(self._tokenizer, tokens, scores, begin, self._num_top)
+            logprobs, end = scores_of(
+                *(self._tokenizer, tokens, scores, begin),
+                num_top=self._num_top,
+                names_ids=self._names_ids,
+            )
             self._num_characters[number] = end
             return logprobs
 
         def entry(token: int, logprob: float) -> dict[str, Any]:
             content = bytes_of(self._tokenizer, token)
-            return {"token": shown(content), "logprob": logprob, "bytes": list(content)}
+            name = f"token_id:{token}" if self._names_ids else shown(content)
+            return {"token": name, "logprob": logprob, "bytes": list(content)}
 
         return {
             "content": [
@@ -172,7 +227,7 @@ class Answer:
         }
 
 
-def _usage(completions: Sequence[Completion]) -> dict[str, Any]:
+def usage_of(completions: Sequence[Completion]) -> dict[str, Any]:
     """Return the token counts of a response; a prompt with several choices counts once."""
     first = {id(each.prompt): each for each in reversed(completions)}.values()
     num_prompt = sum(len(each.prompt) for each in first)

@@ -9,7 +9,7 @@ weights in the layout of training.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -30,11 +30,13 @@ from phalanx.infer.quantize import quantize_linears
 from phalanx.infer.runner import ModelRunner
 from phalanx.infer.scheduler import Scheduler
 from phalanx.infer.served import Served, fill_from, open_served
+from phalanx.infer.speculation import Ngrams
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import run_ranks
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.measure.environment import free_memory_bytes, has_fast_bfloat16
 from phalanx.models.decoder import Decoder
+from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import plan_decoder
 from phalanx.parallel.tensor.apply import layout_of
 from phalanx.strategy import Strategy
@@ -81,7 +83,8 @@ def with_engine(folder: Path, config: EngineConfig, work: Work) -> Any:
             f"{' and '.join(KINDS)}; the nearest are tp{degree} and tp{degree}:megatron. A "
             "checkpoint can be read whichever strategy wrote it"
         )
-    served = open_served(folder)
+    Ngrams.parse(config.speculative)  # raises before the weights are read
+    served = open_served(folder, config.lora_modules)
     if strategy.num_ranks == 1 and not (is_under_torchrun() and read_rank_env().num_ranks > 1):
         return work(served, engine_of(served, config))
     if config.weights == "int8":
@@ -115,13 +118,14 @@ def engine_of(served: Served, config: EngineConfig) -> Engine:
     pool = BlockPool(
         num_blocks_of(config, model), config.block_size, has_prefix_cache=config.prefix_cache
     )
-    return assemble(served, config, ModelRunner(model, cache_of(config, model, pool)), pool)
+    runner = ModelRunner(model, cache_of(config, model, pool), adapters=served.adapters)
+    return assemble(served, config, runner, pool)
 
 
 def _run(strategy: Strategy, folder: Path, config: EngineConfig, work: Work) -> Any:
     """Build the model and cache of this rank; the first rank calls `work`, the others follow it."""
     device = torch_device(config.device)
-    served = _open_together(folder)
+    served = _open_together(folder, config.lora_modules)
     dtype = torch_dtype(config.precision, device)
     comm = Ranks(strategy, device.type)
     plan = plan_decoder(strategy, served.weights.shape, dtype, dtype)
@@ -130,7 +134,8 @@ def _run(strategy: Strategy, folder: Path, config: EngineConfig, work: Work) -> 
     model, degree = plan.model.eval(), strategy.tp.degree
     num_blocks = min(gather_objects(num_blocks_of(config, model, degree)))  # free memory differs
     pool = BlockPool(num_blocks, config.block_size, has_prefix_cache=config.prefix_cache)
-    runner = ModelRunner(model, cache_of(config, model, pool, degree), layout_of(strategy, comm))
+    cache, layout = cache_of(config, model, pool, degree), layout_of(strategy, comm)
+    runner = ModelRunner(model, cache, layout, served.adapters)
     if comm.is_first:
         leading = _BroadcastingRunner(runner)
         try:
@@ -150,7 +155,7 @@ def _run(strategy: Strategy, folder: Path, config: EngineConfig, work: Work) -> 
             runner(order)
 
 
-def _open_together(folder: Path) -> Served:
+def _open_together(folder: Path, lora_modules: Sequence[str]) -> Served:
     """Open the same checkpoint on each rank; a run may save another while they look for the latest.
 
     Raises:
@@ -158,7 +163,7 @@ def _open_together(folder: Path) -> Served:
     """
     opened: set[str] = set()
     for _ in range(NUM_TRIES):
-        served = open_served(folder)
+        served = open_served(folder, lora_modules)
         opened = {str(each) for each in gather_objects(served.weights.folder)}
         if len(opened) == 1:
             return served
@@ -214,16 +219,35 @@ def assemble(
     pool: BlockPool,
 ) -> Engine:
     """Return an engine that runs its steps by `runner` and allocates blocks from `pool`."""
+    ngrams = Ngrams.parse(config.speculative)
     return Engine(
         runner,
         Scheduler(
-            pool, budget=config.budget, slots=config.slots, is_chunked=config.chunked_prefill
+            pool,
+            budget=config.budget,
+            slots=config.slots,
+            is_chunked=config.chunked_prefill,
+            guess=ngrams and ngrams.draft,
         ),
-        max_seq_len=served.weights.shape.max_seq_len,
+        max_seq_len=max_len_of(config, served.weights.shape),
         end_ids=served.end_ids,
         tokenizer=served.tokenizer,
         load=runner.load,
     )
+
+
+def max_len_of(config: EngineConfig, shape: ModelShape) -> int:
+    """Return the most tokens of a sequence.
+
+    Raises:
+        ConfigError: `max_model_len` exceeds the positions of the model.
+    """
+    if (most := config.max_model_len) is not None and most > shape.max_seq_len:
+        raise ConfigError(
+            f"max_model_len is {most:,}; expected at most {shape.max_seq_len:,}, the positions of "
+            "the model"
+        )
+    return most or shape.max_seq_len
 
 
 def torch_device(name: str) -> torch.device:
@@ -262,7 +286,7 @@ def num_blocks_of(config: EngineConfig, model: Decoder, num_shards: int = 1) -> 
         ConfigError: `cache_tokens` positions, or a single block, do not fit into free memory.
     """
     size, shape, weight = config.block_size, model.shape, next(model.parameters())
-    longest = -(-shape.max_seq_len // size)
+    longest = -(-max_len_of(config, shape) // size)
     num_groups = shape.num_kv_heads // num_shards
     head_bytes = weight.dtype.itemsize * shape.head_dim
     if config.cache != "full":

@@ -60,20 +60,25 @@ def scores_of(
     tokens: Sequence[int],
     scores: Sequence[TokenScore | None],
     begin: int = 0,
+    *,
     num_top: int | None = None,
+    names_ids: bool = False,
 ) -> tuple[dict[str, Any], int]:
     """Return the `logprobs` object of tokens, as in OpenAI's completions, and the offset after it.
 
     `begin` is the offset of the first token in the text, in characters. As in OpenAI's API, a token
-    is also among its `num_top` alternatives, and the first token of a prompt has no score.
+    is also among its `num_top` alternatives, and the first token of a prompt has no score. With
+    `names_ids` tokens are named by their ids.
     """
+
+    def name_of(token: int) -> str:
+        return f"token_id:{token}" if names_ids else shown(bytes_of(tokenizer, token))
 
     def top_of(token: int, score: TokenScore) -> dict[str, float]:
         top: dict[str, float] = {}
         for id, p in (*score.top[:num_top], (token, score.logprob)):
-            top.setdefault(
-                shown(bytes_of(tokenizer, id)), p
-            )  # of ids of one text the most probable
+            # Of ids with one text, the most probable is the first.
+            top.setdefault(name_of(id), p)
         return top
 
     contents = [bytes_of(tokenizer, token) for token in tokens]
@@ -81,7 +86,7 @@ def scores_of(
     num_characters = (sum(byte & 0xC0 != 0x80 for byte in content) for content in contents)
     *offsets, end = accumulate(num_characters, initial=begin)
     logprobs = {
-        "tokens": list(map(shown, contents)),
+        "tokens": list(map(name_of, tokens)),
         "token_logprobs": [score and score.logprob for score in scores],
         "top_logprobs": [
             score and top_of(token, score) for token, score in zip(tokens, scores, strict=True)
@@ -96,28 +101,42 @@ class TextStream:
 
     Attributes:
         text: all text returned so far.
-        is_stopped: whether a stop string was found; no text is returned after it.
+        stopped_by: the stop string that was found, after which no text is returned; or None.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str] = (), prompt: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+        skips_special: bool = True,
+        includes_stop: bool = False,
     ) -> None:
-        """Start after the tokens of `prompt`; `stops` are the strings that end the text."""
+        """Start after the tokens of `prompt`; `stops` are the strings that end the text.
+
+        The text ends with the stop string if `includes_stop`, else before it.
+        """
+        self._skips_special, self._includes_stop = skips_special, includes_stop
         self._tokenizer, self._stops = tokenizer, [stop for stop in stops if stop]
         self._ids = list(prompt[-_CONTEXT:])
         self._begin, self._read = 0, self._num_whole()
         self._held = ""
         self.text = ""
-        self.is_stopped = False
+        self.stopped_by: str | None = None
+        self._may_stop = True
 
-    def take(self, token: int) -> str:
-        """Append `token`, and return the text that later tokens cannot change or stop."""
+    def take(self, token: int, *, may_stop: bool = True) -> str:
+        """Append `token`, and return the text that later tokens cannot change or stop.
+
+        Without `may_stop` a stop string that ends with this token does not end the text.
+        """
+        self._may_stop = may_stop
         self._ids.append(token)
         return self._release_text(self._decode_pending(is_last=False), is_last=False)
 
     def end(self) -> str:
         """Return the text that was held back; call it after the last token."""
-        if self.is_stopped:
+        if self.stopped_by is not None:
             return ""
         return self._release_text(self._decode_pending(is_last=True), is_last=True)
 
@@ -156,9 +175,12 @@ class TextStream:
     def _release_text(self, new: str, *, is_last: bool) -> str:
         """Return the text before a stop string, and hold back a tail that may start one."""
         text = self._held + new
-        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        stops = self._stops if self._may_stop else ()
+        ends = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
         if ends:
-            self.is_stopped, end, self._held = True, min(ends), ""
+            end, self.stopped_by = min(ends, key=lambda each: each[0])
+            end += len(self.stopped_by) if self._includes_stop else 0
+            self._held = ""
         else:
             # stop "END"    text "the E"     release "the ", hold "E"
             #               then "ND"        stop;  then "at": release "Eat"
@@ -175,4 +197,4 @@ class TextStream:
         return text[:end]
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skips_special)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +16,10 @@ from torch import Tensor
 from phalanx.data.tokenizer import count_ids
 from phalanx.errors import ConfigError, PhalanxError
 from phalanx.infer.detokenize import TextStream
+from phalanx.infer.grammar import Matcher
 from phalanx.infer.options import RequestError, Sampling, TokenScore
 from phalanx.infer.paged import FlatStep, ScoredRow, StepSpan
-from phalanx.infer.sampler import choose
+from phalanx.infer.sampler import LogitRules, choose
 from phalanx.infer.scheduler import Completion, Scheduler
 
 NOT_FINITE = "the model's logits are not finite"
@@ -54,6 +56,8 @@ class Counts:
     steps: int = 0
     computed_tokens: int = 0
     generated_tokens: int = 0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Engine:
@@ -97,11 +101,25 @@ class Engine:
         self._num_ids = None if tokenizer is None else count_ids(tokenizer)
 
     def prepare(
-        self, prompt: Sequence[int], *samplings: Sampling, number: int = 0
+        self,
+        prompt: Sequence[int],
+        *samplings: Sampling,
+        number: int = 0,
+        grammar: Matcher | None = None,
+        skips_special: bool = True,
+        adapter: int = 0,
     ) -> list[Completion]:
         """Make a completion of the prompt for each of `samplings`, numbered from `number` on.
 
         Any thread may call this.
+
+        Args:
+            prompt: tokens.
+            samplings: options of each completion.
+            number: number of the first one.
+            grammar: what the generated tokens must match, before the first one.
+            skips_special: whether the text omits special tokens.
+            adapter: number of the adapter that computes it; 0 for none.
 
         Raises:
             ConfigError: the prompt is empty, or too long with `max_tokens` more.
@@ -131,9 +149,17 @@ class Engine:
             Completion(
                 shared,
                 each,
-                tokenizer and TextStream(tokenizer, each.stop, prompt),
+                tokenizer
+                and TextStream(
+                    *(tokenizer, each.stop, prompt),
+                    skips_special=skips_special and each.skip_special_tokens,
+                    includes_stop=each.include_stop,
+                ),
                 number + choice,
+                rules=LogitRules(each, prompt, self.end_ids) if each.changes_logits else None,
                 prompt_scores=prompt_scores,
+                grammar=grammar and grammar.copy(),
+                adapter=adapter,
             )
             for choice, each in enumerate(samplings)
         ]
@@ -162,49 +188,74 @@ class Engine:
             return []
         self.counts.steps += 1
         self.counts.computed_tokens += step.num_tokens
-        # Three completions in one step, as one row of tokens:
+        # Four completions in one step, as one row of tokens:
         #
-        #     tokens    a17 | b0 b1 b2 b3 | c8            decode, a chunk, decode
-        #     spans     [17, 18)  [0, 4)  [8, 9)
-        #     rows      0                  5              b's prompt continues: no logits
+        #     tokens    a17 | b0 b1 b2 b3 | c8 | d5 x y     decode, a chunk, decode, with a draft
+        #     spans     [17, 18)  [0, 4)  [8, 9)  [5, 8)
+        #     rows      0                  5     6  7 8     b's prompt continues: no logits
         flat = FlatStep([], [], [], tuple(step.copies), num_ids=self._num_ids)
         completions: list[Completion] = []
         places: list[tuple[list[TokenScore | None], int]] = []  # of the scores of prompt tokens
+        samplings: list[Sampling] = []  # of each row, as the next two
+        numbers: list[int] = []
+        masks: dict[int, Tensor] = {}
+        changes: dict[int, Callable[[Tensor], None]] = {}
         for part in step.parts:
             completion, start, stop = part
-            flat.tokens.extend(completion.tokens[start:stop])
+            draft = completion.draft
+            tokens = [*completion.tokens, *draft] if draft else completion.tokens
+            flat.tokens.extend(tokens[start:stop])
             flat.spans.append(StepSpan(start, stop, list(completion.table.blocks)))
-            for at in range(start, min(stop, len(completion.prompt_scores) - 1)):
-                if completion.prompt_scores[at + 1] is None:
+            flat.adapters.append(completion.adapter)
+            scores = completion.prompt_scores
+            for at in range(start, min(stop, len(scores) - 1)) if scores else ():
+                if scores[at + 1] is None:
                     num_top = completion.sampling.prompt_logprobs or 0
                     row = len(flat.tokens) - stop + at
                     flat.scored.append(ScoredRow(row, completion.prompt[at + 1], num_top))
-                    places.append((completion.prompt_scores, at + 1))
+                    places.append((scores, at + 1))
             if part.computes_logits:
-                flat.rows.append(len(flat.tokens) - 1)
+                if completion.grammar is not None:
+                    masks |= enumerate(completion.grammar.masks(draft), len(flat.rows))
+                if (rules := completion.rules) is not None:
+                    for n in range(1 + len(draft)):
+                        generated = [*completion.new_tokens, *draft[:n]]
+                        changes[len(flat.rows) + n] = partial(rules.change, generated)
                 completions.append(completion)
+                for n in range(1 + len(draft)):
+                    flat.rows.append(len(flat.tokens) - 1 - len(draft) + n)
+                    samplings.append(completion.sampling)
+                    numbers.append(completion.num_generated + n)
         logits_NV = self._logits(flat)
         for (prompt_scores, at), scored in zip(places, flat.scored, strict=True):
             prompt_scores[at] = scored.score
         if not completions:
             return []
-        tokens, scores = choose(
-            logits_NV,
-            [completion.sampling for completion in completions],
-            [completion.num_generated for completion in completions],
-            self._num_ids,
+        chosen = zip(
+            *choose(logits_NV, samplings, numbers, self._num_ids, masks, changes), strict=True
         )
-        return list(map(self._append, completions, tokens, scores))
+        pieces: list[Piece] = []
+        for completion in completions:
+            draft, completion.draft = completion.draft, []
+            rows = [next(chosen) for _ in range(1 + len(draft))]
+            self.counts.guessed_tokens += len(draft)
+            self.counts.accepted_tokens -= 1
+            for guess, (token, score) in zip([*draft, None], rows, strict=True):
+                pieces.append(self._append(completion, token, score))
+                self.counts.accepted_tokens += 1
+                if token != guess or completion.finish_reason is not None:
+                    break
+            completion.num_computed = len(completion.tokens) - 1
+        return pieces
 
     def _append(self, completion: Completion, token: int, score: TokenScore | None) -> Piece:
         """Append a token and its text to a completion, and finish it if this is its end.
 
-        A negative token means logits that are not finite: the completion fails.
+        A negative token means logits that are not finite: the completion fails. So it does if its
+        grammar fails.
         """
         stream, sampling, text, reason = completion.stream, completion.sampling, "", None
-        is_first = completion.num_generated == 0
-        prompt_scores = completion.prompt_scores if is_first else ()
-        if token < 0 or any(each and math.isnan(each.logprob) for each in prompt_scores):
+        if token < 0 or (completion.num_generated == 0 and _has_nan(completion.prompt_scores)):
             token, reason = -1, "error"
         elif sampling.max_tokens == 0:
             token, score, reason = -1, None, "length"
@@ -213,17 +264,24 @@ class Engine:
             self.counts.generated_tokens += 1
             if score is not None:
                 completion.scores.append(score)
-            is_end = token in self.end_ids
-            if stream is not None and not is_end:
-                text = stream.take(token)
-            if (stream is not None and stream.is_stopped) or (is_end and not sampling.ignore_end):
-                reason = "stop"
+            is_whole, is_stop_id = False, token in sampling.stop_token_ids
+            is_end = is_stop_id or (token in self.end_ids and not sampling.ignore_end)
+            if (grammar := completion.grammar) is not None:
+                is_whole = grammar.take(token)
+            if stream is not None and (not is_end or sampling.include_stop):
+                is_early = completion.num_generated <= sampling.min_tokens
+                text = stream.take(token, may_stop=not is_early)
+            if grammar is not None and grammar.failure is not None:
+                reason = "error"
+            elif (stream is not None and stream.stopped_by is not None) or (is_whole or is_end):
+                reason, completion.stop_reason = "stop", token if is_stop_id else None
             elif completion.num_generated >= sampling.max_tokens:
                 reason = "length"
         if reason is not None:
             if stream is not None:
                 text += stream.end()
-                reason = "stop" if stream.is_stopped else reason
+                if stream.stopped_by is not None:
+                    reason, completion.stop_reason = "stop", stream.stopped_by
             self.scheduler.finish(completion, reason)
         return Piece(completion, text, token, score, reason)
 
@@ -249,3 +307,7 @@ class Engine:
         assert self._load is not None, "this engine does not own its weights"
         self._load(folder)
         self.scheduler.preempt_all()
+
+
+def _has_nan(scores: Sequence[TokenScore | None]) -> bool:
+    return any(each is not None and math.isnan(each.logprob) for each in scores)

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from phalanx.checkpoint import manifest
 from phalanx.comm.together import reason_of
@@ -73,11 +74,15 @@ class EngineThread:
         self._thread.join()
 
     def submit(
-        self, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], field: str
+        self,
+        prompts: Sequence[Sequence[int]],
+        samplings: Sequence[Sampling],
+        field: str,
+        **options: Any,
     ) -> tuple[list[Completion], Pieces]:
         """Order a continuation of each prompt with each of `samplings`; call on the event loop.
 
-        `field` is the field of the request that has the prompts.
+        `field` is the field of the request that has the prompts; `options` are of `Engine.prepare`.
 
         Returns:
             The completions, prompt by prompt, and the queue of their pieces.
@@ -94,7 +99,7 @@ class EngineThread:
             raise EngineFailed(CLOSING)
         with about_field(field):
             families = [
-                self.engine.prepare(prompt, *samplings, number=number * len(samplings))
+                self.engine.prepare(prompt, *samplings, number=number * len(samplings), **options)
                 for number, prompt in enumerate(prompts)
             ]
         completions = [each for family in families for each in family]

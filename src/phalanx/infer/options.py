@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
@@ -67,6 +67,15 @@ class SamplingSettings:
     """Give the logarithm of each token's probability, and of this number of alternatives."""
     ignore_end: bool = False
     """Generate past the token that ends a text."""
+    min_tokens: Annotated[int, Range(0, 2**31 - 1, "[]")] = 0
+    """Generate at least this number of tokens before a token or text ends the generation."""
+    presence_penalty: Annotated[float, Range(-2, 2, "[]")] = 0.0
+    """Subtract this from the logits of generated tokens."""
+    frequency_penalty: Annotated[float, Range(-2, 2, "[]")] = 0.0
+    """Subtract this from the logit of a token for each time it has been generated."""
+    repetition_penalty: Annotated[float, Range(0, 100, "(]")] = 1.0
+    """Divide positive logits of tokens of the prompt and of generated tokens by this, and multiply
+    negative ones (Keskar et al. 2019)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +84,28 @@ class Sampling(SamplingSettings):
 
     Attributes:
         prompt_logprobs: number of alternatives of each prompt token's log-probability; None: none.
+        logit_bias: id -> what to add to its logit.
+        allowed_token_ids: ids that may be chosen; None for all.
+        bad_words: token sequences that are not generated.
+        stop_token_ids: ids that end the generation, as the model's own ends.
+        skip_special_tokens: whether the text omits special tokens.
+        include_stop: whether the text ends with the stop text or token that ended it.
     """
 
     prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict[int, float])
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits change before temperature and filters."""
+        is_penalized = self.presence_penalty or self.frequency_penalty or self.min_tokens
+        is_masked = self.logit_bias or self.bad_words or self.allowed_token_ids is not None
+        return bool(is_penalized or is_masked or self.repetition_penalty != 1)
 
 
 @dataclass(frozen=True)
@@ -116,13 +144,22 @@ class EngineConfig:
     cache_tokens: Annotated[int | None, Range(1)] = None
     """Positions of the whole cache; if unset, the longest sequence for every slot, or less where
     memory is short."""
+    max_model_len: Annotated[int | None, Range(1)] = None
+    """Most tokens of a prompt and its continuation; if unset, the positions of the model."""
     weights: Literal["full", "int8"] = "full"
     """int8 rounds the linear maps of the blocks, a scale for each output; less memory, not less
     time."""
     cache: Literal["full", "int8", "fp8"] = "full"
     """int8 and fp8 (E4M3) round keys and values, a scale for each position and head; int8 is
     nearer."""
+    lora_modules: tuple[str, ...] = ()
+    """Adapters beside the model, each NAME=FOLDER of PEFT or of a run of phalanx train --lora;
+    requests choose one by their field model."""
     prefix_cache: bool = True
     """Find the keys and values of prompts that begin alike, and compute them once."""
     chunked_prefill: bool = True
     """Compute long prompts in chunks beside other requests; otherwise in one step."""
+    speculative: str = "none"
+    """ngram guesses up to 4 next tokens by lookup in the request's own tokens, and keeps those that
+    are right: faster where a text repeats its prompt; ngram,TOKENS,LONGEST,SHORTEST sets the number
+    of tokens and the n-grams."""

@@ -96,6 +96,7 @@ class FlatStep:
         copies: blocks to copy before the step writes to the cache.
         scored: rows that score prompt tokens; their logits are not returned.
         num_ids: number of ids that stand for a token; None for all.
+        adapters: number of the adapter of each span, see adapters.py.
     """
 
     tokens: list[int]
@@ -104,6 +105,7 @@ class FlatStep:
     copies: Sequence[BlockCopy] = ()
     scored: list[ScoredRow] = field(default_factory=list[ScoredRow])
     num_ids: int | None = None
+    adapters: list[int] = field(default_factory=list[int])
 
 
 class KVCache:

@@ -40,15 +40,17 @@ class BlockTable:
     Attributes:
         blocks: block numbers.
         content_ids: content ids of the leading full blocks that are published.
+        root: content id before the first block; sequences of different roots share no block.
     """
 
     blocks: list[int] = field(default_factory=list[int])
     content_ids: list[int] = field(default_factory=list[int])
+    root: int = ROOT
 
     @property
     def last_content_id(self) -> int:
-        """Content id of the last published block; ROOT if there is none."""
-        return self.content_ids[-1] if self.content_ids else ROOT
+        """Content id of the last published block; `root` if there is none."""
+        return self.content_ids[-1] if self.content_ids else self.root
 
 
 class BlockPool:
@@ -86,8 +88,10 @@ class BlockPool:
         """Return the number of blocks that `num_tokens` positions need."""
         return -(-num_tokens // self.block_size)
 
-    def match(self, tokens: Sequence[int]) -> BlockTable:
+    def match(self, tokens: Sequence[int], root: int = ROOT) -> BlockTable:
         """Return a table of the longest cached prefix of `tokens`, and hold its full blocks.
+
+        A root other than ROOT is below it, as no content has such an id.
 
         The last token is never part of the prefix, because its logits must be computed.
         """
@@ -97,7 +101,7 @@ class BlockPool:
         #     prompt          a b c d e f g h         8 tokens: content 1, as the last is computed
         #     prompt          a b c d e f g h i       9 tokens: contents 1 and 2
         #     prompt          x b c d e f g h i       none: content 2 follows content 1 alone
-        table = BlockTable()
+        table = BlockTable(root=root)
         if not self.has_prefix_cache:
             return table
         for start in range(0, len(tokens) - self.block_size, self.block_size):
@@ -164,7 +168,7 @@ class BlockPool:
         """Return a second table that holds the same blocks; `reserve` copies them on write."""
         for block in table.blocks:
             self._hold(block)
-        return BlockTable(list(table.blocks), list(table.content_ids))
+        return BlockTable(list(table.blocks), list(table.content_ids), table.root)
 
     def free(self, table: BlockTable) -> None:
         """Release all blocks of a sequence, the last block first."""

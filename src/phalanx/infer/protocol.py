@@ -1,16 +1,19 @@
 """Bodies of HTTP requests in the format of OpenAI's API: parse and validate.
 
-An unsupported field is refused by name, unless it is null or has a value without effect, which
-`neutral` of its object lists. `Sampling` declares the legal values of a sampling option, once.
+The table of `request_fields.py` lists the fields that are refused, and their values without effect.
+`SamplingSettings` declares the legal values of a sampling option, once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import secrets
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal, Self, cast
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Final, Literal, NamedTuple, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -19,12 +22,14 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 from typing_extensions import override
 
 from phalanx.config.fields import Range, check_value, settings, value_at
 from phalanx.errors import ConfigError
+from phalanx.infer.grammar import Kind
 from phalanx.infer.options import (
     MAX_LOGPROBS,
     RequestError,
@@ -32,38 +37,24 @@ from phalanx.infer.options import (
     SamplingSettings,
     about_field,
 )
+from phalanx.infer.request_fields import neutral_of
+
+if TYPE_CHECKING:
+    from phalanx.infer.served import Served
 
 MAX_CHOICES: Final = 64
 """Most continuations of one request: number of prompts times `n`."""
 
 MAX_STOPS: Final = 16
+MAX_BIAS: Final = 100.0
 MOST_SHOWN: Final = 60
 """Most characters of a value that an error message quotes."""
 
 MAX_MESSAGES: Final = 4096
+MAX_TOOLS: Final = 128
 
-
-NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
-    field: values
-    for values, fields in (
-        ((0,), "frequency_penalty presence_penalty min_tokens priority"),
-        ((1,), "repetition_penalty length_penalty best_of"),
-        ((-1,), "top_k"),
-        (("",), "suffix"),
-        (({},), "logit_bias metadata chat_template_kwargs"),
-        (([],), "tools functions documents stop_token_ids bad_words"),
-        ((["text"],), "modalities"),
-        (({"type": "text"},), "response_format"),
-        (("none", "auto"), "tool_choice function_call"),
-        (("auto", "default"), "service_tier"),
-        ((True, False), "parallel_tool_calls"),
-        ((True,), "skip_special_tokens spaces_between_special_tokens add_generation_prompt"),
-        ((False,), "store use_beam_search early_stopping include_stop_str_in_output"),
-        ((False,), "continue_final_message"),
-    )
-    for field in fields.split()
-}
-"""Field of a completion or a chat -> its values without effect; `top_k` alone takes others too."""
+MAX_IDS: Final = 1 << 18
+"""Most token ids of a field; a vocabulary has fewer."""
 
 
 def _form(value: Any) -> str:
@@ -80,46 +71,93 @@ Text = Annotated[str, Tag("text")]
 
 
 class Body(BaseModel):
-    """Base class of a request body and of the objects in it; refuses unknown fields.
+    """Base class of a request body and of the objects in it.
 
     Attributes:
-        neutral: unsupported field of this object -> its values without effect, which are left out.
+        neutral: unsupported field of this object -> its values without effect, which are left out;
+            None for all values.
     """
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    neutral: ClassVar[Mapping[str, tuple[Any, ...] | None]] = {}
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out_neutral(cls, values: Any) -> Any:
-        """Drop fields without effect: clients send back whole messages with null fields."""
+    def _leave_out(cls, values: Any, info: ValidationInfo) -> Any:
+        """Drop fields without effect, and unknown ones; note the latter, or refuse if strict."""
         if not isinstance(values, dict):
             return values
+        unknown: set[str] | None = info.context
+        known = {field.alias or name for name, field in cls.model_fields.items()}
 
-        def is_neutral(name: str, value: Any) -> bool:
+        def is_kept(name: str, value: Any) -> bool:
+            if name in known:
+                return True
             if value is None:
-                return name not in cls.model_fields
+                return False
+            if name not in cls.neutral:
+                if unknown is not None:
+                    unknown.add(name)
+                return unknown is None
+            if (neutral := cls.neutral[name]) is None:
+                return False
             is_bool = isinstance(value, bool)  # 0 == False, but is no value of the same field
-            return any(
-                value == each and is_bool == isinstance(each, bool)
-                for each in cls.neutral.get(name, ())
-            )
+            return not any(value == each and is_bool == isinstance(each, bool) for each in neutral)
 
         fields = cast("dict[str, Any]", values).items()
-        return {name: value for name, value in fields if not is_neutral(name, value)}
+        return {name: value for name, value in fields if is_kept(name, value)}
 
 
 class StreamOptions(Body):
     """Options of a streaming response."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_IDS)]
+
+
+class ResponseFormat(Body):
+    """What a text has to match, in OpenAI's format; a schema always holds, `strict` or not."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+    @property
+    def schema_of(self) -> Any:
+        """The schema; None for any text."""
+        if self.type != "json_schema":
+            return {"type": "object"} if self.type == "json_object" else None
+        if not isinstance(schema := (self.json_schema or {}).get("schema"), dict):
+            why = "response_format of type json_schema requires json_schema.schema, an object"
+            raise RequestError(why, "response_format")
+        return schema
+
+
+class StructuredOutputs(Body):
+    """What a text has to match, in vLLM's format."""
+
+    neutral = {"structural_tag": (), "disable_any_whitespace": (False,)}
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Constraint(NamedTuple):
+    """What a text has to match: the field that says so, and the arguments of `Grammars.compile`."""
+
+    field: str
+    kind: Kind
+    text: str
 
 
 class GenerationBody(Body):
     """Fields that the bodies of completions and chats share."""
-
-    neutral = NEUTRAL
 
     model: str | None = None
     max_tokens: int | None = None
@@ -139,12 +177,29 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = None
+    allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1)] = None
+    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
+    add_special_tokens: bool | None = None
     echo: bool | None = None
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
-    # Names of the end user or of a cache: without effect, whatever they are.
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    request_id: Annotated[str | None, Field(max_length=128)] = None
 
     @property
     def field_names(self) -> dict[str, str]:
@@ -157,33 +212,97 @@ class GenerationBody(Body):
         return 1 if self.n is None else self.n
 
     @property
+    def num_generated(self) -> int:
+        """Number of continuations of each prompt to generate, of which `num_choices` are kept."""
+        return self.num_choices
+
+    @property
     def has_usage(self) -> bool:
         """Whether a streaming response ends with an event of token counts."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def skips_special(self) -> bool:
+        """Whether texts omit special tokens."""
+        return self.skip_special_tokens is not False
 
     @property
     def scored_prompt(self) -> int | None:
         """Number of alternatives to score with each prompt token; None to score no prompt."""
         return self.prompt_logprobs
 
-    def samplings(self, max_tokens: int, logprobs: int | None) -> list[Sampling]:
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the text has to match.
+
+        Raises:
+            RequestError: several fields say so.
+        """
+        outputs, form = self.structured_outputs or StructuredOutputs(), self.response_format
+        is_object, newer = outputs.json_object, "structured_outputs"
+        values: list[tuple[str, Kind, Any]] = [
+            ("response_format", "json", form and form.schema_of),
+            ("guided_json", "json", self.guided_json),
+            ("guided_regex", "regex", self.guided_regex),
+            ("guided_choice", "choice", self.guided_choice),
+            ("guided_grammar", "grammar", self.guided_grammar),
+            (newer, "json", {"type": "object"} if is_object else outputs.json_),
+            (newer, "regex", outputs.regex),
+            (newer, "choice", outputs.choice),
+            (newer, "grammar", outputs.grammar),
+        ]
+        values = [each for each in values if each[2] is not None]
+        if not values:
+            return None
+        field, kind, value = values[0]
+        if len(values) > 1:
+            why = f"{field} and {values[1][0]} constrain the text; expected one constraint"
+            raise RequestError(why, field)
+        return Constraint(field, kind, value if isinstance(value, str) else json.dumps(value))
+
+    def samplings(
+        self,
+        max_tokens: int,
+        logprobs: int | None,
+        served: Served,
+        defaults: Mapping[str, Any] = types.MappingProxyType({}),
+    ) -> list[Sampling]:
         """Return the sampling options of each continuation of a prompt; the default seed is random.
+
+        Args:
+            max_tokens: most tokens to generate, unless the body has `max_tokens`.
+            logprobs: number of alternatives of each token's log-probability; None for none.
+            served: the model, whose ids and tokenizer the fields refer to.
+            defaults: values of options that the body does not have.
 
         Raises:
             RequestError: a value is out of its range.
         """
-        names = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
-        values = {name: getattr(self, name) for name in names}
-        chosen: dict[str, Any] = {name: v for name, v in values.items() if v is not None}
+        given = {name: getattr(self, name, None) for name in PLAIN}
+        chosen = {**defaults, **{name: v for name, v in given.items() if v is not None}}
+        if chosen.get("top_k") == -1:
+            chosen["top_k"] = 0
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         seed = secrets.randbits(62) if self.seed is None else self.seed
+        allowed = self.allowed_token_ids
         sampling = Sampling(
             **{"max_tokens": max_tokens, **chosen},
             stop=[stop for stop in stops if stop],
             logprobs=logprobs,
             ignore_end=bool(self.ignore_eos),
             prompt_logprobs=self.scored_prompt,
+            logit_bias=self._bias(),
+            allowed_token_ids=None if allowed is None else tuple(allowed),
+            bad_words=tuple(_spellings(self.bad_words or [], served)),
+            stop_token_ids=frozenset(self.stop_token_ids or ()),
+            skip_special_tokens=self.skips_special,
+            include_stop=bool(self.include_stop_str_in_output),
         )
+        for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
+            if (most := max(getattr(sampling, name) or [0])) >= served.num_ids:
+                raise RequestError(
+                    f"{name} has token {most}; expected 0 to {served.num_ids - 1}", name
+                )
         if self.stream and self.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs requires stream: false", "prompt_logprobs")
         for setting in settings(SamplingSettings):
@@ -193,16 +312,51 @@ class GenerationBody(Body):
             with about_field(name):
                 named = dataclasses.replace(setting, key=name)
                 check_value(named, value_at(sampling, setting.key))
+        if sampling.min_tokens > sampling.max_tokens:
+            most = f"max_tokens, {sampling.max_tokens}"
+            raise RequestError(
+                f"min_tokens is {sampling.min_tokens}; expected at most {most}", "min_tokens"
+            )
         return [  # SEED accepts no negative number
             dataclasses.replace(sampling, seed=(seed + number) % 2**63)
-            for number in range(self.num_choices)
+            for number in range(self.num_generated)
         ]
+
+    def _bias(self) -> dict[int, float]:
+        """Return `logit_bias` by id, within vLLM's bounds."""
+        bias = self.logit_bias or {}
+        if wrong := [key for key in bias if not re.fullmatch("[0-9]{1,9}", key)]:
+            raise RequestError(
+                f"logit_bias has the key {wrong[0][:MOST_SHOWN]!r}; expected ids of tokens",
+                "logit_bias",
+            )
+        return {int(key): min(max(value, -MAX_BIAS), MAX_BIAS) for key, value in bias.items()}
+
+
+PLAIN: Final = (
+    *("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+)
+"""Fields that are options of `SamplingSettings` as they are."""
+
+
+def _spellings(words: Sequence[str], served: Served) -> Iterator[tuple[int, ...]]:
+    """Yield the tokens of each bad word, alone and after a space, as vLLM does."""
+    for word in words:
+        plain, spaced = (
+            tuple(served.tokenizer.encode(text, add_special_tokens=False).ids)
+            for text in (word, f" {word.lstrip()}")
+        )
+        if plain:
+            yield plain
+            if spaced[0] != plain[0] and len(spaced) == len(plain):
+                yield spaced
 
 
 class CompletionBody(GenerationBody):
     """The body of `/v1/completions`."""
 
-    neutral = {**NEUTRAL, "add_special_tokens": (True,)}
+    neutral = neutral_of("completions")
 
     prompt: Annotated[
         Text
@@ -212,6 +366,12 @@ class CompletionBody(GenerationBody):
         Discriminator(_form),
     ]
     logprobs: int | None = None
+    best_of: int | None = None
+
+    @property
+    @override
+    def num_generated(self) -> int:
+        return self.num_choices if self.best_of is None else self.best_of
 
     @property
     @override
@@ -232,14 +392,36 @@ class CompletionBody(GenerationBody):
 class MessagePart(Body):
     """A content part of a message; only text parts are supported."""
 
-    type: Literal["text"]
+    neutral = {"annotations": None, "logprobs": None}
+
+    type: Literal["text", "input_text", "output_text"]  # in chats; in the input of responses
     text: str
+
+
+class Function(Body):
+    """A function that the model may call, has to call (its name) or has called (arguments)."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    arguments: str | None = None
+
+
+class Tool(Body):
+    """A tool, a choice of a tool, or a call of one in a message of the assistant."""
+
+    neutral = {"index": None}
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: Function
 
 
 class Message(Body):
     """A message of a chat."""
 
-    neutral = {"tool_calls": ([],), "annotations": ([],)}
+    neutral = {"annotations": ([],), "audio": (), "function_call": ()}
 
     role: Annotated[str, Field(max_length=64)]
     content: (
@@ -254,6 +436,7 @@ class Message(Body):
     refusal: str | None = None
     reasoning_content: str | None = None
     tool_call_id: str | None = None
+    tool_calls: Annotated[list[Tool], Field(max_length=MAX_MESSAGES)] | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
@@ -273,18 +456,45 @@ class Message(Body):
     def for_template(self) -> dict[str, Any]:
         """Return the message for a chat template; as in transformers, without fields of None."""
         fields = self.model_dump(exclude_none=True)
+        for call in fields.get("tool_calls", ()):  # templates expect objects, clients send texts
+            with suppress(ValueError):
+                call["function"]["arguments"] = json.loads(call["function"].get("arguments", "{}"))
+        if fields.get("tool_calls") == []:
+            del fields["tool_calls"]
         return fields if self.content is None else fields | {"content": self.text}
 
 
 class ChatBody(GenerationBody):
     """The body of `/v1/chat/completions`."""
 
-    neutral = {**NEUTRAL, "add_special_tokens": (False,)}  # the template spells them
+    neutral = neutral_of("chats")
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], Tag("text")]
+            | Annotated[Tool, Tag("object")],
+            Discriminator(lambda value: "text" if isinstance(value, str) else "object"),
+        ]
+        | None
+    ) = None
+    parallel_tool_calls: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: str | None = None
+
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """Variables of the chat template; by default the last message is complete."""
+        extra = {"documents": self.documents, "reasoning_effort": self.reasoning_effort}
+        names = {name: value for name, value in extra.items() if value is not None}
+        return {**names, **(self.chat_template_kwargs or {})}
 
     @property
     @override
@@ -292,9 +502,42 @@ class ChatBody(GenerationBody):
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return {**super().field_names, "logprobs": "top_logprobs", "max_tokens": limit}
 
+    @property
+    def functions(self) -> tuple[list[Function], list[Function]]:
+        """The functions that the model may call, and the ones of which it has to call one.
 
-def parse(kind: type[GenerationBody], content: bytes) -> Any:
+        Raises:
+            RequestError: `tool_choice` requires a function that is not among the tools.
+        """
+        functions, choice = [tool.function for tool in self.tools or ()], self.tool_choice
+        name = choice.function.name if isinstance(choice, Tool) else None
+        forced = [each for each in functions if choice == "required" or each.name == name]
+        if choice not in (None, "none", "auto") and not forced:
+            wanted = "required" if name is None else f"the function {name!r}"
+            names = ", ".join(each.name for each in functions)[:300] or "none"
+            raise RequestError(f"tool_choice is {wanted}; the tools are {names}", "tool_choice")
+        return ([] if choice == "none" else functions), forced
+
+
+class TokenizeBody(ChatBody):
+    """The body of `/tokenize`: a prompt or messages."""
+
+    messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)] = []
+    prompt: str | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds
+
+
+def parse(kind: type[Body], content: bytes, unknown: set[str] | None = None) -> Any:
     """Parse the bytes of a request body into an object of class `kind`.
+
+    Unknown fields are added to `unknown`; without it they are refused.
 
     Raises:
         ConfigError: the bytes are not valid JSON.
@@ -308,7 +551,7 @@ def parse(kind: type[GenerationBody], content: bytes) -> Any:
     if not isinstance(value, dict):
         raise ConfigError(f"the body is a {type(value).__name__}; expected an object")
     try:
-        return kind.model_validate(value)
+        return kind.model_validate(value, context=unknown)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         param, names, node = str(first["loc"][0])[:200], list[str](), cast(Any, value)
@@ -323,7 +566,7 @@ def parse(kind: type[GenerationBody], content: bytes) -> Any:
         where = ".".join(names)[:200]
         if first["type"] == "extra_forbidden":
             neutral = (Message if where.startswith("messages.") else kind).neutral
-            legal = list(map(json.dumps, neutral.get(str(first["loc"][-1]), ())))
+            legal = list(map(json.dumps, neutral.get(str(first["loc"][-1])) or ()))
             only = "; expected " + " or ".join(legal) if legal else ""
             raise RequestError(f"{where} is not supported{only}", param) from None
         if first["type"] == "missing":

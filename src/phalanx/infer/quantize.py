@@ -14,7 +14,7 @@ from typing import Final, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers import Linear
@@ -40,8 +40,8 @@ def quantize_linears(model: Decoder) -> None:
 
     Embedding and output projection are kept, because they would cause most of the error.
     """
-    for module in model.blocks.modules():
-        if isinstance(module, Linear):
+    for name, module in model.blocks.named_modules():
+        if isinstance(module, Linear) and ".lora_" not in name:
             weight_OI, scale_O1 = quantized(module.weight)
             del module.weight
             module.register_buffer("weight", weight_OI)
@@ -49,8 +49,7 @@ def quantize_linears(model: Decoder) -> None:
             module.forward = MethodType(_forward, module)
 
 
-def _forward(self: nn.Module, x: Tensor) -> Tensor:
+def _forward(self: Linear, x: Tensor) -> Tensor:
     weight_OI, scale_O = cast(Tensor, self.weight), cast(Tensor, self.scale_O)
-    bias = cast("Tensor | None", self.bias)
     y = F.linear(x, weight_OI.to(x.dtype)) * scale_O.to(x.dtype)
-    return y if bias is None else y + bias.to(x.dtype)
+    return self.adapted(y if self.bias is None else y + self.bias.to(x.dtype), x)

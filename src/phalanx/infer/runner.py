@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any, Final, cast
@@ -9,9 +10,10 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.weights import open_checkpoint
 from phalanx.comm.together import all_or_none, reason_of
 from phalanx.errors import CheckpointError
+from phalanx.hugging_face.convert import open_weights
+from phalanx.infer.adapters import AdapterMask, AdapterSet
 from phalanx.infer.paged import FlatStep, KVCache, PagedAttention
 from phalanx.infer.sampler import scores_of_rows
 from phalanx.infer.served import fill_from
@@ -35,9 +37,16 @@ class ModelRunner:
         cache: key-value cache of this rank's heads.
     """
 
-    def __init__(self, model: Decoder, cache: KVCache, layout: Layout | None = None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        cache: KVCache,
+        layout: Layout | None = None,
+        adapters: AdapterSet | None = None,
+    ) -> None:
         """Create a runner; `layout` is the tensor-parallel layout of `model`, if it has one."""
         self.model, self.cache, self._layout = model, cache, layout
+        self._mask = None if adapters is None else AdapterMask(model, adapters, layout)
         self._attentions = [cast(Any, block).attention for block in model.blocks]
 
     @torch.inference_mode()
@@ -47,6 +56,9 @@ class ModelRunner:
         paged, model = PagedAttention(self.cache, step), self.model
         positions_1N = paged.positions_1N
         tokens_1N = torch.tensor([step.tokens], device=positions_1N.device)
+        if self._mask is not None:
+            pairs = zip(step.spans, step.adapters, strict=True)
+            self._mask.set([number for span, number in pairs for _ in range(span.start, span.stop)])
         trained = [attention.attend for attention in self._attentions]
         try:
             for layer, attention in enumerate(self._attentions):
@@ -107,11 +119,13 @@ class ModelRunner:
 
         The new value is on the same device as the shard, so both take memory there.
         """
-        weights = open_checkpoint(folder)
-        if weights.shape != self.model.shape:
+        weights = open_weights(folder)
+        if weights.shape != dataclasses.replace(self.model.shape, lora=None):
             raise CheckpointError(f"{folder} has a model of a different shape")
         fill, pairs = fill_from(weights), list[tuple[Tensor, Tensor]]()
         for name, parameter in self.model.named_parameters():
+            if ".lora_" in name:  # served adapters stay
+                continue
             shard, offset = shard_of(parameter)
             value = torch.empty_like(shard)
             fill(value, name, tuple(parameter.shape), offset)

@@ -9,7 +9,8 @@ Suffixes: N requests, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,11 +19,51 @@ from phalanx.infer.options import Sampling, TokenScore
 from phalanx.models.random import key, uniform
 
 
+class LogitRules:
+    """How the options of one request change its logits before temperature and filters.
+
+    Order and definitions are vLLM's: allowed ids, bad words, `min_tokens`, bias, then penalties.
+    """
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], end_ids: Iterable[int]) -> None:
+        """Prepare the rules of a request; `end_ids` end a text of the model."""
+        self._sampling, self._prompt = sampling, frozenset(prompt)
+        self._ends = sorted({*end_ids, *sampling.stop_token_ids})
+
+    def change(self, generated: Sequence[int], logits_V: Tensor) -> None:
+        """Change the logits of the token after `generated`, in place."""
+        sampling, device = self._sampling, logits_V.device
+        if sampling.allowed_token_ids is not None:
+            is_banned_V = torch.ones_like(logits_V, dtype=torch.bool)
+            is_banned_V[list(sampling.allowed_token_ids)] = False
+            logits_V.masked_fill_(is_banned_V, -math.inf)
+        banned = [
+            last for *before, last in sampling.bad_words
+            if not before or list(generated[-len(before) :]) == before
+        ]  # fmt: skip
+        banned += self._ends if len(generated) < sampling.min_tokens else ()
+        logits_V[[id for id in banned if id < len(logits_V)]] = -math.inf
+        if sampling.logit_bias:
+            ids = torch.tensor(list(sampling.logit_bias), device=device)
+            logits_V[ids] += torch.tensor(list(sampling.logit_bias.values()), device=device)
+        if sampling.repetition_penalty != 1:
+            ids = [id for id in self._prompt.union(generated) if id < len(logits_V)]
+            some, penalty = logits_V[ids], sampling.repetition_penalty
+            logits_V[ids] = torch.where(some > 0, some / penalty, some * penalty)
+        if generated and (sampling.frequency_penalty or sampling.presence_penalty):
+            counts = Counter(generated)
+            nums = torch.tensor(list(counts.values()), device=device)
+            penalties = nums * sampling.frequency_penalty + sampling.presence_penalty
+            logits_V[list(counts)] -= penalties
+
+
 def choose(
     logits_NV: Tensor,
     samplings: Sequence[Sampling],
     numbers: Sequence[int],
     num_ids: int | None = None,
+    masks: Mapping[int, Tensor] | None = None,
+    changes: Mapping[int, Callable[[Tensor], None]] | None = None,
 ) -> tuple[list[int], list[TokenScore | None]]:
     """Return the next token of each request, and its score if the request has `logprobs`.
 
@@ -32,10 +73,25 @@ def choose(
         samplings: sampling options of each request.
         numbers: number of tokens that each request has generated before.
         num_ids: number of ids that stand for a token; None for all. The others are never chosen.
+        masks: row -> for each of the first ids whether it may be chosen, bool; later ones may not.
+            The scores do not change.
+        changes: row -> function that changes the logits of the row in place, before its mask.
     """
     scored_NV, logits_NV = logits_NV, logits_NV[:, :num_ids]
     largest_N, ids_N = logits_NV.max(-1)
     tokens = ids_N.where(largest_N.isfinite(), -1).tolist()
+    masks, changes = masks or {}, changes or {}
+    if masks or changes:
+        logits_NV = logits_NV.clone()
+        for row, change in changes.items():
+            change(logits_NV[row])
+        for row, mask in masks.items():
+            is_legal_V = torch.zeros(logits_NV.shape[1], dtype=torch.bool)
+            is_legal_V[: len(mask)] = mask[: len(is_legal_V)]
+            logits_NV[row].masked_fill_(~is_legal_V.to(logits_NV.device), -float("inf"))
+        for row in {**masks, **changes}:
+            largest, id = logits_NV[row].max(-1)
+            tokens[row] = int(id) if tokens[row] >= 0 and largest.isfinite() else -1
     drawn = [n for n, each in enumerate(samplings) if each.temperature > 0 and tokens[n] >= 0]
     if drawn:
         few = [samplings[row] for row in drawn]
@@ -43,10 +99,12 @@ def choose(
         for row, token in zip(drawn, choices, strict=True):
             tokens[row] = token
     scores: list[TokenScore | None] = [None] * len(tokens)
-    for row, sampling in enumerate(samplings):
-        if sampling.logprobs is not None and tokens[row] >= 0:
-            wanted = [tokens[row]], [sampling.logprobs]
-            (scores[row],) = scores_of_rows(scored_NV[row : row + 1], *wanted, num_ids)
+    nums = {n: s.logprobs for n, s in enumerate(samplings) if s.logprobs is not None}
+    if rows := [row for row in nums if tokens[row] >= 0]:
+        chosen, tops = [tokens[row] for row in rows], [nums[row] for row in rows]
+        found = scores_of_rows(scored_NV[rows], chosen, tops, num_ids)
+        for row, score in zip(rows, found, strict=True):
+            scores[row] = score
     return tokens, scores
 
 

@@ -11,6 +11,7 @@ rule covers all cases:
     mixed batch            decode and prefill in one step
     prefix cache hit       the completion starts with `num_computed` above 0
     preempted completion   it lost its blocks, and starts again with all tokens missing
+    speculation            guessed tokens are computed after the one that is missing
 
 A waiting completion is admitted as soon as a slot is free (continuous batching). Blocks are
 reserved only for the tokens of the current step. If blocks run out, the completion that arrived
@@ -27,12 +28,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from phalanx.infer.detokenize import TextStream
+from phalanx.infer.grammar import Matcher
 from phalanx.infer.options import Sampling, TokenScore
-from phalanx.infer.pool import BlockCopy, BlockPool, BlockTable
+from phalanx.infer.pool import ROOT, BlockCopy, BlockPool, BlockTable
+
+if TYPE_CHECKING:
+    from phalanx.infer.sampler import LogitRules
 
 WATERMARK: Final = 0.01
 """Fraction of blocks that must stay free when a completion is admitted while others run, so that it
@@ -52,9 +58,15 @@ class Completion:
         scores: score of each generated token, if the options ask for `logprobs`.
         prompt_scores: score of each prompt token if the options ask for `prompt_logprobs`, None for
             the first and while not computed; completions of one prompt share the list.
+        rules: what changes its logits; None if nothing does.
+        stop_reason: stop text, or id of `stop_token_ids`, that ended it.
         finish_reason: "stop", "length", "abort" or "error"; None before its end.
         siblings: completions of the same prompt, which fork from this one once its prompt is
             computed.
+        grammar: what the generated tokens must match; None for any tokens.
+        ngrams: where the n-grams of the tokens end; see speculation.py.
+        draft: guessed next tokens, which the current step computes after `tokens`.
+        adapter: number of the adapter that computes it, see adapters.py; 0 for none.
         table: block table.
         num_computed: number of leading tokens whose keys and values are in the cache.
         num_cached: prompt tokens found in the prefix cache at first admission; 0 for a fork; None
@@ -69,8 +81,14 @@ class Completion:
     tokens: list[int] = field(default_factory=list[int])
     scores: list[TokenScore] = field(default_factory=list[TokenScore])
     prompt_scores: list[TokenScore | None] = field(default_factory=lambda: [])
+    rules: LogitRules | None = None
     finish_reason: str | None = None
+    stop_reason: str | int | None = None
     siblings: list[Completion] = field(default_factory=lambda: [])
+    grammar: Matcher | None = None
+    ngrams: dict[tuple[int, ...], int] = field(default_factory=dict[tuple[int, ...], int])
+    draft: list[int] = field(default_factory=list[int])
+    adapter: int = 0
     table: BlockTable = field(default_factory=BlockTable)
     num_computed: int = 0
     num_cached: int | None = None
@@ -79,6 +97,8 @@ class Completion:
 
     def __post_init__(self) -> None:
         self.tokens = self.tokens or list(self.prompt)
+        # Adapters compute other keys and values of the same tokens.
+        self.table.root = ROOT - self.adapter
 
     @property
     def num_generated(self) -> int:
@@ -97,7 +117,7 @@ class Completion:
 
 
 class CompletionSpan(NamedTuple):
-    """Tokens [start, stop) of a completion, to be computed in one step."""
+    """Tokens [start, stop) of a completion and its draft, to be computed in one step."""
 
     completion: Completion
     start: int
@@ -106,7 +126,7 @@ class CompletionSpan(NamedTuple):
     @property
     def computes_logits(self) -> bool:
         """Whether the step computes the logits for the completion's next token."""
-        return self.stop == len(self.completion.tokens)
+        return self.stop >= len(self.completion.tokens)
 
 
 @dataclass
@@ -132,14 +152,21 @@ class Scheduler:
     """
 
     def __init__(
-        self, pool: BlockPool, *, budget: int = 512, slots: int = 64, is_chunked: bool = True
+        self,
+        pool: BlockPool,
+        *,
+        budget: int = 512,
+        slots: int = 64,
+        is_chunked: bool = True,
+        guess: Callable[[Completion, int], list[int]] | None = None,
     ) -> None:
         """Create a scheduler without completions.
 
-        Without `is_chunked` a prompt is computed in one step, which may exceed the budget.
+        Without `is_chunked` a prompt is computed in one step, which may exceed the budget. `guess`
+        returns at most a number of tokens that may follow a completion's.
         """
         self.pool, self.budget, self.max_running = pool, budget, slots
-        self.is_chunked = is_chunked
+        self.is_chunked, self.guess = is_chunked, guess
         self.waiting: deque[Completion] = deque()
         self.running: list[Completion] = []
         self.num_preemptions = self.num_prompt_tokens = self.num_cached_tokens = 0
@@ -232,6 +259,17 @@ class Scheduler:
         #     2. the completion that arrived last, which computes its tokens again later
         #     3. this completion itself, when it is the last
         start, stop = completion.num_computed, self._chunk_end(completion, step)
+        if self.guess is not None and stop == len(completion.tokens):
+            # A draft takes the budget that one token for each running completion leaves, and only
+            # free blocks; the token after the draft is generated too.
+            room = self.budget - step.num_tokens - (stop - start) - len(self.running)
+            room = min(room, completion.sampling.max_tokens - completion.num_generated - 1)
+            completion.draft = self.guess(completion, room) if room > 0 else []
+            if (end := stop + len(completion.draft)) > stop:
+                if (copies := self.pool.reserve(completion.table, start, end)) is not None:
+                    self._append_part(CompletionSpan(completion, start, end), copies, step)
+                    return
+                completion.draft = []
         while (copies := self.pool.reserve(completion.table, start, stop)) is None:
             fork = next((each for each in self.waiting if each.table.blocks), None)
             if fork is not None:  # it waits with blocks, and has not started
@@ -248,7 +286,7 @@ class Scheduler:
         if not completion.table.blocks:
             # A prefix that is found is not computed, so it has no logits to score its tokens by.
             if None not in completion.prompt_scores[1:]:
-                completion.table = self.pool.match(completion.tokens)
+                completion.table = self.pool.match(completion.tokens, completion.table.root)
             completion.num_computed = len(completion.table.blocks) * self.pool.block_size
         start, stop = completion.num_computed, self._chunk_end(completion, step)
         copies = self._reserve_beside_others(completion, start, stop)
@@ -293,7 +331,8 @@ class Scheduler:
         step.parts.append(part)
         step.copies += copies
         step.num_tokens += part.stop - part.start
-        self.pool.publish(part.completion.table, part.completion.tokens, part.stop)
+        tokens = part.completion.tokens  # a block with a draft has no final content
+        self.pool.publish(part.completion.table, tokens, min(part.stop, len(tokens)))
 
     def _preempt(self, completion: Completion) -> None:
         self.running.remove(completion)

@@ -5,35 +5,34 @@ The folder is a run, a checkpoint of any strategy, or a Hugging Face model: a ru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
 from torch import Tensor
 
 from phalanx.checkpoint import manifest
-from phalanx.checkpoint.untrusted import brief, decode, read_json
-from phalanx.checkpoint.weights import Weights, open_checkpoint
-from phalanx.data.tokenizer import load_tokenizer
+from phalanx.checkpoint.untrusted import read_json
+from phalanx.checkpoint.weights import Weights
+from phalanx.config.fields import check_value, settings
+from phalanx.data.tokenizer import count_ids, load_tokenizer
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.companions import (
-    TOKENIZER_CONFIG,
+    GENERATION,
+    chat_templates_of,
     ids_of,
     is_of_run,
     special_tokens_of,
     tokenizer_of,
 )
-from phalanx.hugging_face.convert import kind_of, open_hugging_face
-from phalanx.infer.options import RequestError
-from phalanx.storage import read_text
-
-TEMPLATE = "chat_template.jinja"
-
-DEFAULT = "default"
-"""Name of the chat template that is used if a model has several."""
+from phalanx.hugging_face.convert import open_weights
+from phalanx.hugging_face.folder import is_hugging_face
+from phalanx.infer.adapters import AdapterSet, stacked
+from phalanx.infer.options import RequestError, SamplingSettings
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,9 @@ class Served:
         tokenizer: tokenizer; text that spells a special token is encoded as plain text.
         begin_ids: ids to put before each text; None if the tokenizer itself adds them.
         end_ids: ids of the tokens that end a text.
-        chat_templates: name -> Jinja source of a chat template; see `DEFAULT`.
+        chat_templates: name -> Jinja source of a chat template; see `companions.DEFAULT`.
         template_names: variables for a template, such as `bos_token`.
+        adapters: adapters in `weights` that requests name; None without any.
     """
 
     name: str
@@ -57,9 +57,15 @@ class Served:
     end_ids: tuple[int, ...]
     chat_templates: dict[str, str]
     template_names: dict[str, str]
+    adapters: AdapterSet | None = None
 
     def encode(
-        self, text: str, most: int | None = None, rendered: Tokenizer | None = None
+        self,
+        text: str,
+        most: int | None = None,
+        rendered: Tokenizer | None = None,
+        *,
+        has_begin: bool | None = None,
     ) -> list[int]:
         """Return the tokens of a prompt, with `begin_ids`.
 
@@ -67,14 +73,14 @@ class Served:
             text: prompt.
             most: most tokens of a prompt; a text that surely has more is refused unencoded.
             rendered: tokenizer of a text that a chat template has rendered, with begin tokens.
+            has_begin: whether to add begin tokens; if None, all texts but rendered ones get them.
 
         Raises:
             ConfigError: the tokenizer, or the model, has no token for a part of the text.
             RequestError: the text has more than `most` tokens.
         """
-        tokenizer, begin_ids = self.tokenizer, self.begin_ids
-        if rendered is not None:
-            tokenizer, begin_ids = rendered, ()
+        tokenizer = rendered or self.tokenizer
+        begin_ids = self.begin_ids if (rendered is None if has_begin is None else has_begin) else ()
         try:
             if most is not None and (longest := self._longest_token_bytes) is not None:
                 normalizer: Any = self.tokenizer.normalizer
@@ -101,6 +107,11 @@ class Served:
         return tokens
 
     @cached_property
+    def num_ids(self) -> int:
+        """Number of ids that both the model and the tokenizer have."""
+        return min(self.weights.shape.vocab_size, count_ids(self.tokenizer))
+
+    @cached_property
     def _longest_token_bytes(self) -> int | None:
         """Most bytes that a token spells; None if text may be lost, or one token spell any text."""
         tokens = self.tokenizer.get_vocab(with_added_tokens=True).keys()
@@ -115,15 +126,18 @@ class Served:
         return max(len(t) if letters.issuperset(t) else len(t.encode()) for t in tokens)
 
 
-def open_served(path: Path) -> Served:
-    """Open a run, a checkpoint of a run, or a Hugging Face folder.
+def open_served(path: Path, lora_modules: Sequence[str] = ()) -> Served:
+    """Open a run, a checkpoint of a run, a Hugging Face folder, or adapters of PEFT.
+
+    `lora_modules` are adapters beside it, see `adapters.stacked`.
 
     Raises:
         CheckpointError: `path` is none of these, is damaged, or has no tokenizer.
         ConfigError: its config.json describes a model that is not supported.
     """
-    is_foreign = kind_of(path) == "hugging face"
-    weights = open_hugging_face(path) if is_foreign else open_checkpoint(path)
+    weights, adapters = open_weights(path), None
+    if lora_modules:
+        weights, adapters = stacked(weights, lora_modules)
     file = tokenizer_of(weights.folder)
     if file is None:
         raise CheckpointError(f"{weights.folder} has no tokenizer.json; put the model's file there")
@@ -132,7 +146,7 @@ def open_served(path: Path) -> Served:
     tokenizer.add_tokens(added)
     # A run starts each text with its one separator token; for a published model the tokenizer adds
     # the begin tokens.
-    is_run = not is_foreign and is_of_run(weights.folder)
+    is_run = not is_hugging_face(weights.folder) and is_of_run(weights.folder)
     run = manifest.run_of(weights.folder)
     return Served(
         name=(run or path).resolve().name,
@@ -140,8 +154,9 @@ def open_served(path: Path) -> Served:
         tokenizer=tokenizer,
         begin_ids=_several(ids["bos_token_id"]) if is_run else None,
         end_ids=_several(ids["eos_token_id"]),
-        chat_templates=_templates(weights.folder),
+        chat_templates=chat_templates_of(weights.folder),
         template_names=names,
+        adapters=adapters,
     )
 
 
@@ -152,24 +167,28 @@ def _several(ids: int | list[int] | None) -> tuple[int, ...]:
     return () if ids is None else (ids,)
 
 
-def _templates(folder: Path) -> dict[str, str]:
-    """Return the chat templates of a folder: name -> Jinja source."""
-    file = folder / TOKENIZER_CONFIG
-    templates: Any = (
-        read_json(file, may_be_link=True).get("chat_template") if file.is_file() else None
-    )
-    if (folder / TEMPLATE).is_file():
-        templates = read_text(folder / TEMPLATE)
-    if isinstance(templates, list):
+def sampling_defaults(folder: Path) -> dict[str, Any]:
+    """Return the options of `SamplingSettings` that generation_config.json of a folder sets.
+
+    As in vLLM, `do_sample` counts for nothing.
+
+    Raises:
+        CheckpointError: the file is damaged, or an option has an illegal value.
+    """
+    file = folder / GENERATION
+    content = read_json(file, may_be_link=True) if file.is_file() else {}
+    names = {
+        each: each for each in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    }
+    names["max_new_tokens"] = "max_tokens"
+    chosen = {key: content[name] for name, key in names.items() if content.get(name) is not None}
+    for setting in settings(SamplingSettings):
         try:
-            by_name = {each["name"]: each["template"] for each in cast("list[Any]", templates)}
-            return decode(dict[str, str], by_name)
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{file}: chat_template is {brief(templates)}; expected a string, or a list of "
-                "objects with name and template"
-            ) from error
-    return {DEFAULT: templates} if isinstance(templates, str) else {}
+            if setting.key in chosen:
+                check_value(setting, chosen[setting.key])
+        except ConfigError as error:
+            raise CheckpointError(f"{file}: {error}") from error
+    return chosen
 
 
 def fill_from(weights: Weights) -> Any:

@@ -10,6 +10,7 @@ summary             sent/AXIS in bytes, predicted/NAME and measured/NAME
 
 from __future__ import annotations
 
+import os
 import statistics
 import threading
 from collections import Counter
@@ -70,7 +71,7 @@ class TensorBoard:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._hook_before, threading.excepthook = threading.excepthook, self._on_thread_error
-        return SummaryWriter(str(self._folder), flush_secs=10)
+        return SummaryWriter(os.fspath(self._folder), flush_secs=10)
 
     def __call__(self, kind: str, values: Values) -> None:
         """Write a record."""

@@ -203,6 +203,28 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(shape, index) for index in range(shape.num_layers))
         self.norm = Norm(shape.hidden, shape)
         self.output = Head(shape)
+        if shape.lora is not None:
+            self.requires_grad_(False)
+            for block in self.blocks:
+                for target in shape.lora.targets:
+                    cast(Linear, block.get_submodule(target)).adapt(shape.lora)
+
+    @staticmethod
+    def on_meta(
+        shape: ModelShape, master: torch.dtype, compute: torch.dtype | None = None
+    ) -> Decoder:
+        """Return a decoder without values, whose trained parameters have the dtype `master`.
+
+        Frozen parameters have the dtype `compute` of the arithmetic: no optimizer adds small steps
+        to them, for which they would need a wider one.
+        """
+        with torch.device("meta"):
+            model = Decoder(shape).to(dtype=master)
+        for parameter in model.parameters():
+            if compute is not None and not parameter.requires_grad:
+                parameter.data = parameter.data.to(compute)
+        model.compute_dtype = compute
+        return model
 
     @property
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from phalanx.models.random import fill_normal, key
+from phalanx.models.random import fill_normal, fill_uniform, key
 from phalanx.models.shape import ModelShape
 
 _STD = 0.02
@@ -30,15 +30,19 @@ def fill_initial(
     add up there (Radford et al. 2019, section 2.3). For embedding and output projection it is
     sqrt(2 / (5 hidden)) (Nguyen and Salazar 2019, section 2.2): 0.02 at a width of 1,000, and more
     for narrow models, which then learn faster. Norms initially multiply by 1, and biases are 0.
+    Of an adapter, A is uniform within 1 / sqrt(in) and B is 0, as PEFT initializes them.
 
     `name` is the name in the decoder, such as "blocks.3.attention.q.weight". `full` is the shape of
     the full parameter, in which the shard `out` begins at `offset`; without them, `out` is the full
     parameter.
     """
-    if name.endswith("bias"):
+    if name.endswith(("bias", "lora_B.weight")):
         return out.detach().zero_()
     if name.endswith("norm.weight"):
         return out.detach().fill_(0 if shape.norm == "rms+1" else 1)
+    if name.endswith("lora_A.weight"):
+        bound = 1 / math.sqrt((full or out.shape)[-1])
+        return fill_uniform(out, key(seed, name), bound, shape=full, offset=offset)
     if name in _OVER_THE_VOCABULARY:
         std = math.sqrt(2 / (5 * shape.hidden))
     elif name.endswith(_INTO_RESIDUAL):

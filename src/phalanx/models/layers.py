@@ -10,21 +10,44 @@ from torch import Tensor, nn
 
 from phalanx.models import cpu
 from phalanx.models.random import dropout
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import Lora, ModelShape
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`, computed in the dtype of x."""
+    """`x @ weight.T + bias`, computed in the dtype of x, plus the adapter if there is one.
+
+    Attributes:
+        lora_A, lora_B: the two maps of the adapter, see `Lora`; None without one.
+        scaling: factor of the adapter.
+    """
 
     def __init__(self, num_in: int, num_out: int, bias: bool) -> None:
         super().__init__()
+        self.lora_A: Linear | None = None
+        self.lora_B: Linear | None = None
+        self.scaling = 1.0
         self.weight = nn.Parameter(torch.empty(num_out, num_in))
         self.bias = nn.Parameter(torch.empty(num_out)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Map the last dimension of x from num_in to num_out."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        return self.adapted(F.linear(x, self.weight.to(x.dtype), bias), x)
+
+    def adapt(self, lora: Lora) -> None:
+        """Add an adapter, whose maps have no weights yet."""
+        num_out, num_in = self.weight.shape
+        self.lora_A, self.lora_B = (
+            Linear(num_in, lora.rank, False),
+            Linear(lora.rank, num_out, False),
+        )
+        self.scaling = lora.scaling
+
+    def adapted(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return y, the product with `weight`, plus the adapter's output for x."""
+        if self.lora_A is None or self.lora_B is None:
+            return y
+        return y + self.lora_B(self.lora_A(x)) * self.scaling
 
 
 class Norm(nn.Module):

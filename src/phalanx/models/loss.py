@@ -100,7 +100,7 @@ class _ChunkedLoss(Function):
         compute_VD = weight_VD.to(hidden_ND.dtype)
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         d_hidden_ND = torch.empty_like(hidden_ND) if needs_grad else None
-        d_weight_VD = None
+        d_weight_VD, is_trained = None, ctx.needs_input_grad[1]
         # One chunk, V = 128,256, n = 1,024 rows; blocks are of as many logits as fit a cache:
         #
         #   logits_nV    | block | block | ...    one product; each block: loss, logits := gradient
@@ -118,9 +118,11 @@ class _ChunkedLoss(Function):
                 is_ignored_n1 = (labels_N[rows] == IGNORE)[:, None]
                 torch.mm(logits_nV, compute_VD, out=d_hidden_ND[rows])
                 d_hidden_ND[rows].masked_fill_(is_ignored_n1, 0)
+                if not is_trained:
+                    continue
                 part_VD = logits_nV.T @ hidden_nD.masked_fill(is_ignored_n1, 0)
                 d_weight_VD = part_VD.to(wide) if d_weight_VD is None else d_weight_VD.add_(part_VD)
-        if needs_grad and d_weight_VD is None:  # there was no row
+        if needs_grad and is_trained and d_weight_VD is None:  # there was no row
             d_weight_VD = torch.zeros_like(weight_VD, dtype=wide)
         ctx.save_for_backward(d_hidden_ND, d_weight_VD)
         ctx.weight_dtype = weight_VD.dtype
@@ -132,7 +134,9 @@ class _ChunkedLoss(Function):
         d_hidden_ND, d_weight_VD = ctx.saved_tensors
         # A 1-d factor takes part in type promotion, so it is not rounded to bf16 first.
         scaled_ND = (d_hidden_ND * grad[None]).to(d_hidden_ND.dtype)
-        return scaled_ND, (d_weight_VD * grad).to(ctx.weight_dtype), *[None] * 5
+        is_frozen = d_weight_VD is None
+        scaled_VD = None if is_frozen else (d_weight_VD * grad).to(ctx.weight_dtype)
+        return scaled_ND, scaled_VD, *[None] * 5
 
 
 def _block_loss(logits_bV: Tensor, labels_b: Tensor, wide: torch.dtype) -> Tensor:

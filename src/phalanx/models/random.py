@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -78,6 +78,29 @@ def fill_normal(
     The full tensor, with key `stream`, has shape `shape` (default: the shape of `out`), and `out`
     begins at `offset` in it, one index a dimension (default: at its beginning).
     """
+    scale = math.sqrt(2) * std
+    return _fill(out, stream, lambda u: u.mul_(2).sub_(1).erfinv_().mul_(scale), shape, offset)
+
+
+def fill_uniform(
+    out: Tensor,
+    stream: int,
+    bound: float,
+    *,
+    shape: Sequence[int] | None = None,
+    offset: Sequence[int] | None = None,
+) -> Tensor:
+    """Fill `out` like `fill_normal`, with numbers uniform between -`bound` and `bound`."""
+    return _fill(out, stream, lambda u: u.mul_(2).sub_(1).mul_(bound), shape, offset)
+
+
+def _fill(
+    out: Tensor,
+    stream: int,
+    transform: Callable[[Tensor], Tensor],
+    shape: Sequence[int] | None,
+    offset: Sequence[int] | None,
+) -> Tensor:
     whole = tuple(out.shape if shape is None else shape)
     start = (0,) * out.ndim if offset is None else tuple(offset)
     row_size = out.shape[-1]
@@ -102,10 +125,10 @@ def fill_normal(
         z = torch.add(index_R1, column_C, out=state[: len(index_R1)])
         z.mul_(_GOLDEN).add_(stream)
         _mix(z, scratch[: len(z)])
-        normal = _unit(z).mul_(2).sub_(1).erfinv_().mul_(math.sqrt(2) * std)
+        drawn = transform(_unit(z))
         # Compute in float64 and round once to float32: devices whose erfinv differs in the last bit
         # of a float64 still agree on the float32.
-        out_RC[row : row + rows_at_once] = normal.float()
+        out_RC[row : row + rows_at_once] = drawn.float()
     return out
 
 

@@ -2,11 +2,111 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from types import MappingProxyType
+from typing import Final, Literal
 
-from phalanx.errors import ConfigError
+from phalanx.errors import ConfigError, nearest
+
+TARGETS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "q_proj": ("attention.q",),
+        "k_proj": ("attention.k",),
+        "v_proj": ("attention.v",),
+        "o_proj": ("attention.output",),
+        "gate_proj": ("mlp.gate",),
+        "up_proj": ("mlp.up",),
+        "down_proj": ("mlp.down",),
+        "c_fc": ("mlp.up",),
+        "c_proj": ("attention.output", "mlp.down"),
+    }
+)
+"""Name of a linear map in PEFT's `target_modules` -> its names in a block of ours."""
+
+_FUSED: Final = {
+    "qkv_proj": "q_proj+k_proj+v_proj",
+    "c_attn": "q_proj+k_proj+v_proj",
+    "gate_up_proj": "gate_proj+up_proj",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters of linear maps: y = W x + scaling B A x (Hu et al. 2021, section 4.1).
+
+    Only A [rank, in] and B [out, rank] are trained.
+
+    Attributes:
+        rank: inner size of each adapter.
+        alpha: numerator of the scaling.
+        targets: linear maps of each block that have an adapter, such as "attention.q".
+        is_rank_stabilized: whether alpha is divided by sqrt(rank) (Kalajdzievski 2023) and not by
+            rank.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    is_rank_stabilized: bool = False
+
+    @property
+    def scaling(self) -> float:
+        """Factor of B A."""
+        return self.alpha / (math.sqrt(self.rank) if self.is_rank_stabilized else self.rank)
+
+    @staticmethod
+    def parse(text: str, mlp: str) -> Lora:
+        """Return the adapters that a setting such as `r=16,alpha=32,targets=q_proj+v_proj` names.
+
+        Without `alpha`, it is twice the rank; without `targets`, all linear maps of the blocks of a
+        model of this `mlp` kind have adapters.
+
+        Raises:
+            ConfigError: an entry is unknown or has an invalid value.
+        """
+        values: dict[str, str] = {}
+        for entry in text.split(","):
+            name, equals, value = entry.strip().partition("=")
+            if name not in ("r", "alpha", "targets", "rslora") or bool(equals) == (
+                name == "rslora"
+            ):
+                raise ConfigError(
+                    f"lora has the entry {entry!r}; expected entries r=RANK, alpha=NUMBER, "
+                    "targets=NAME+NAME and rslora, separated by commas"
+                )
+            values[name] = value
+        try:
+            rank = int(values.get("r", ""))
+            alpha = float(values.get("alpha", 2 * rank))
+        except ValueError:
+            rank = alpha = 0
+        if rank < 1 or not 0 < alpha < math.inf:
+            raise ConfigError(f"lora is {text!r}; expected such as r=16,alpha=32, both above 0")
+        every = {ours: None for names in TARGETS.values() for ours in names}
+        if mlp == "gelu":
+            del every["mlp.gate"]
+        chosen: set[str] = set()
+        for name in values.get("targets", "all-linear").split("+"):
+            ours = (*every,) if name == "all-linear" else TARGETS.get(name, ())
+            if not ours or not every.keys() >= set(ours):
+                legal = [n for n, of in TARGETS.items() if every.keys() >= set(of)]
+                hint = nearest(name, legal)
+                if name in _FUSED:  # PEFT trains one A for all parts, Phalanx one for each
+                    hint = f"; each of its parts gets an adapter: {_FUSED[name]}"
+                raise ConfigError(
+                    f"lora: the model has no target {name!r}{hint}; the targets are all-linear, "
+                    f"{', '.join(legal)}"
+                )
+            chosen.update(ours)
+        return Lora(
+            rank=rank,
+            alpha=alpha,
+            targets=tuple(name for name in every if name in chosen),
+            is_rank_stabilized="rslora" in values,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +150,8 @@ class ModelShape:
     scaled_embedding: bool = False
     """Whether embedding vectors are multiplied by sqrt(hidden)."""
     dropout: float = 0.0
+    lora: Lora | None = None
+    """Adapters of the linear maps; with them, all other parameters are frozen."""
 
     def __post_init__(self) -> None:
         for field in fields(self):

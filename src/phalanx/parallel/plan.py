@@ -256,15 +256,9 @@ def plan_decoder(
     compute: torch.dtype | None = None,
     pp_rank: int = 0,
 ) -> Plan[Decoder]:
-    """Return the plan of a decoder on the meta device whose parameters have dtype `master`."""
-
-    def make() -> Decoder:
-        with torch.device("meta"):
-            model = Decoder(shape).to(dtype=master)
-        model.compute_dtype = compute
-        return model
-
-    skeleton = skeleton_of_shape(shape, master)
+    """Return the plan of a decoder on the meta device; for the dtypes see `Decoder.on_meta`."""
+    skeleton = skeleton_of_shape(shape, master, compute)
+    make = functools.partial(Decoder.on_meta, shape, master, compute)
     return Plan(strategy, skeleton, compute=compute, pp_rank=pp_rank, make=make)
 
 

@@ -185,14 +185,15 @@ def skeleton_of(model: nn.Module) -> Skeleton:
     )
 
 
-def skeleton_of_shape(shape: ModelShape, master: torch.dtype) -> Skeleton:
-    """Return the skeleton of a decoder of `shape` with parameters of dtype `master`.
+def skeleton_of_shape(
+    shape: ModelShape, master: torch.dtype, compute: torch.dtype | None = None
+) -> Skeleton:
+    """Return the skeleton of a decoder of `shape`; for the dtypes see `Decoder.on_meta`.
 
     One block represents all, because blocks differ only in their attention windows, which neither
     parameters nor messages depend on.
     """
-    with torch.device("meta"):
-        model = Decoder(dataclasses.replace(shape, num_layers=1)).to(dtype=master)
+    model = Decoder.on_meta(dataclasses.replace(shape, num_layers=1), master, compute)
     skeleton = skeleton_of(model)
     (first,) = skeleton.blocks
     alike = tuple(f"blocks.{index}" for index in range(shape.num_layers))

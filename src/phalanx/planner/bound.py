@@ -217,8 +217,10 @@ def _sent_s(planned: Step, blocks: int, cluster: Cluster, software: Software) ->
 def _weights(planned: Step) -> tuple[float, float]:
     """Return the parameters of a block, and of the embedding, on a rank before fsdp splits them."""
     count, tp = num_parameters(planned.model.shape), planned.strategy.tp.degree
-    of_block = (count.attention + count.mlp) / planned.model.shape.num_layers
-    return of_block / tp, count.embedding / tp
+    num_layers = planned.model.shape.num_layers
+    if count.adapters:  # only their gradients are certain to be sent
+        return count.adapters / num_layers / tp, 0.0
+    return (count.attention + count.mlp) / num_layers / tp, count.embedding / tp
 
 
 def _least_s(

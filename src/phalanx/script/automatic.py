@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.checkpoint.files import find_whole
 from phalanx.config.schema import JobConfig
 from phalanx.launch.rank_env import is_under_torchrun
+from phalanx.object_store import path_of
 from phalanx.planner.calibration import ASSUMED, this_machine
 from phalanx.planner.choice import choice_of
 from phalanx.planner.search import search_module
@@ -35,7 +35,7 @@ def chosen(trainer: Trainer, name: str, config: JobConfig) -> tuple[Strategy, li
     """
     given, _ = choose_strategy(config)
     if config.resume is not None:
-        before = find_whole(Path(config.resume), compares=False).about.strategy
+        before = find_whole(path_of(config.resume), compares=False).about.strategy
         is_open = config.nproc is None and not is_under_torchrun()
         if is_open or Strategy.parse(before).num_ranks == given.num_ranks:
             strategy, _ = choose(before, config.nproc, config.device)

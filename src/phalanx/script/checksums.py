@@ -15,29 +15,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.frozen import bits_of
 from phalanx.comm.comm import local_shard
 
 _WORD_BITS: Final = 11
 
 _MIX: Final = -0x61C8864680B583EB
 """Odd multiplier with mixed bits, for weights that make a swap of two tensors visible."""
-
-
-def bits_of(tensor: Tensor) -> Tensor:
-    """Return the wrapping sum of a tensor's bits, read as int64 words; int64, 0-d."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    if flat.data_ptr() % 8:  # an unaligned slice of a buffer has no int64 view
-        flat = flat.clone()
-    per_piece = 8 // flat.element_size()
-    num_whole = len(flat) // per_piece * per_piece
-    total = flat[:num_whole].view(torch.int64).sum()
-    if num_whole < len(flat):
-        rest = flat.new_zeros(per_piece)
-        rest[: len(flat) - num_whole] = flat[num_whole:]
-        total = total + rest.view(torch.int64)[0]
-    return total
 
 
 def words_of_tensors(tensors: Sequence[Tensor]) -> Tensor:

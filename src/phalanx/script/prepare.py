@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
+from phalanx.checkpoint.frozen import FrozenWeights
 from phalanx.errors import ScriptError
 from phalanx.parallel.batch_norm import Statistics, batch_norms, require_statistics
 from phalanx.parallel.dropout import Masks, warn_of_first_draws
@@ -36,6 +37,7 @@ class Prepared:
         self.optimizers: list[torch.optim.Optimizer] = []
         self.schedulers: list[Any] = []
         self.averages: list[WeightAverage] = []
+        self.frozen: FrozenWeights  # of the prepared model
         self.between_steps: Callable[[], None] = lambda: None  # set by `Saves.resume`
         self.job = job
         self._gathers = Gathers(job.comm)
@@ -152,7 +154,7 @@ class Prepared:
         runner = plan.build(job.comm)
         known = (self._gathers, self.reading, self.optimizers, lambda: masks.num_tickets)
         step = LoopStep(job, model, runner, *known)
-        self._model = model, step, before
+        self._model, self.frozen = (model, step, before), FrozenWeights(model)
         guard_shards(model, str(job.strategy))
         warn_of_first_draws(model, step.guards.draws.stop)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.adapters import save_adapters
 from phalanx.checkpoint.files import find_whole
 from phalanx.checkpoint.in_memory import pace_of, recover
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
@@ -25,6 +26,7 @@ from phalanx.comm.together import on_first_rank
 from phalanx.errors import CheckpointError, ScriptError
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.launched import launched
+from phalanx.object_store import path_of
 from phalanx.script.checks import check_arguments
 from phalanx.script.loader import RankLoader
 from phalanx.script.order import JobGenerator
@@ -62,6 +64,7 @@ class Saves:
             about = manifest_of(self._strategy, prepared.steps_done)
             self._state(model).begin_save(saver, about, replaces=True)
             saver.finish()
+            save_adapters(model, saver.run)
         saved = manifest.folder_of(saver.run, about.steps_done)
         _note_position(saver.run, saved)
         return saved
@@ -152,7 +155,7 @@ class Saves:
             self.registered.add_extra_state(model)
         of = self._prepared
         parts = parts_of(of.optimizers, of.schedulers, of.loaders, of.generator)
-        return RunState(model, of.optimizers, parts, self.registered)
+        return RunState(model, of.optimizers, parts, self.registered, of.frozen)
 
 
 def parts_of(
@@ -220,7 +223,7 @@ def _folder_of(call: str, folder: Any) -> Path:
     """Return the folder argument of `call` as a path, after checks."""
     if not isinstance(folder, str | Path) or not str(folder):
         raise ScriptError(f"{call}: the folder is {brief(folder)}; expected a path")
-    path = Path(folder)
+    path = path_of(folder)
     if path.is_file():
         raise ScriptError(f"{call}: {path} is a file; expected the folder of a run")
     return path

@@ -31,6 +31,7 @@ from phalanx.errors import ConfigError
 from phalanx.launch.attach import report_in_one_message
 from phalanx.launch.launched import launched, require_agent
 from phalanx.launch.rank_env import read_rank_env
+from phalanx.object_store import path_of
 from phalanx.parallel.batch_norm import Statistics
 from phalanx.script.arguments import check_job, check_python, finding_modules, not_ending
 from phalanx.script.automatic import chosen
@@ -73,7 +74,7 @@ class Options(RunConfig):
     def __post_init__(self) -> None:
         if not isinstance(cast(Any, self.out), str | Path) or not str(self.out):
             raise ConfigError(f"phalanx.Options: out is {self.out!r}; expected a folder")
-        object.__setattr__(self, "out", Path(self.out))  # from text, too
+        object.__setattr__(self, "out", path_of(self.out))  # from text, too
         check_settings(self)
         require_agent(self.memory_every)
         log_of(self.log_to)

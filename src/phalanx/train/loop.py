@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from phalanx.checkpoint import manifest
 from phalanx.comm.together import barrier
 from phalanx.debug.check import LIMIT_S, CollectiveCheck
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, StoreError
 from phalanx.launch import rank_log
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.launched import JobReport, is_restarted, launched
@@ -70,7 +70,10 @@ def train(session: Session) -> Summary | Stopped:
 
 def how_to_resume(out: Path, command: str) -> str:
     """Return a message with the last checkpoint of a run, and how to resume; see `resume_text`."""
-    checkpoints = manifest.complete_checkpoints(out)
+    try:
+        checkpoints = manifest.complete_checkpoints(out)
+    except StoreError as error:
+        return str(error)
     if not checkpoints:
         return f"there is no checkpoint in {out} yet"
     last = checkpoints[max(checkpoints)]

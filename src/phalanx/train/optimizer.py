@@ -43,7 +43,8 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
     decays = ((matrices, config.weight_decay), (vectors, 0.0))
     return AdamW(
-        [{"params": some, "weight_decay": decay} for some, decay in decays if some],
+        # A pipeline stage may have frozen parameters alone: then one group is empty.
+        [{"params": some, "weight_decay": decay} for some, decay in decays if some or not trained],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

@@ -24,6 +24,8 @@ from torch import nn
 
 from phalanx.account.flops import Flops
 from phalanx.account.planned import PlannedStep
+from phalanx.checkpoint.adapters import save_adapters
+from phalanx.checkpoint.frozen import FrozenWeights
 from phalanx.checkpoint.in_memory import pace_of
 from phalanx.checkpoint.manifest import Checkpoint, Manifest, complete_checkpoints
 from phalanx.checkpoint.run_state import RunState, Stateful
@@ -32,6 +34,7 @@ from phalanx.comm.comm import Ranks
 from phalanx.comm.together import on_first_rank
 from phalanx.config import OptimizerConfig
 from phalanx.config.schema import RunConfig
+from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
 from phalanx.models.decoder import Head
@@ -81,6 +84,7 @@ class Session(ABC):
         start: checkpoint to resume from; None in a new run.
         plan: plan that splits the model.
         step: the training step.
+        frozen: the weights that no step changes.
         stream: the data.
         saver: saver of the run's checkpoints.
         in_memory: saves in the memory of hosts; None if there are none.
@@ -147,6 +151,7 @@ class Session(ABC):
                 nonfinite=config.nonfinite,
             )
             self.called = CallbackRunner(extras, model)
+            self.frozen = FrozenWeights(model)
             self.register()
             if self.start is not None:
                 with notice_if_slow(f"reading {self.start.folder}"):
@@ -195,7 +200,9 @@ class Session(ABC):
     def state(self) -> RunState:
         """The objects that a checkpoint has."""
         step = self.step
-        return RunState(step.model, [step.optimizer], self.parts(), self.called.registered)
+        return RunState(
+            step.model, [step.optimizer], self.parts(), self.called.registered, self.frozen
+        )
 
     def parts(self) -> dict[str, Stateful]:
         """Return the objects whose states the manifest of a checkpoint has, by name."""
@@ -255,6 +262,7 @@ class Session(ABC):
             CheckpointError: the previous checkpoint could not be written.
         """
         self.state.begin_save(self.saver, self.manifest(is_passing=is_passing))
+        save_adapters(self.step.model, self.saver.run, self.comm.size("pp"))
 
     def save_in_memory(self) -> None:
         """Begin to save in memory if such a save is due after the latest step."""
@@ -347,6 +355,8 @@ class Session(ABC):
 
     def __exit__(self, *error: Any) -> None:
         ends = ExitStack()
+        if self.is_first or (is_under_torchrun() and read_rank_env().local_rank == 0):
+            ends.callback(self.saver.upload)
         ends.callback(self.close)
         ends.push(self.saver)
         if self.in_memory is not None:

@@ -7,34 +7,42 @@ import functools
 import math
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from phalanx.account.flops import Flops, step_flops
 from phalanx.account.parameters import num_parameters
 from phalanx.account.planned import DecoderModel, PlannedStep, decoder_step
 from phalanx.checkpoint import state
+from phalanx.checkpoint.adapters import FOLDER
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.run_state import Stateful
+from phalanx.checkpoint.weights import Weights, open_checkpoint
 from phalanx.comm.comm import local_shard
 from phalanx.comm.together import barrier, on_first_rank
 from phalanx.data.loader import Loader, evaluation_batches, evaluation_rows, stream_length
 from phalanx.data.samples import Batch
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.hugging_face.convert import open_hugging_face
+from phalanx.errors import CheckpointError, ConfigError
+from phalanx.hugging_face.convert import checksum_of, names_of, open_weights
+from phalanx.hugging_face.peft_folder import CONFIG, write_peft
 from phalanx.infer.served import fill_from
 from phalanx.measure.environment import free_memory_bytes
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.products import arithmetic_in
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
+from phalanx.object_store import path_of
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.plan import FirstWeights, plan_decoder
 from phalanx.report.terminal import Terminal
+from phalanx.storage import new_folder, remove_folder
 from phalanx.train.callback import Callbacks
 from phalanx.train.job.resolve import Job, manifest_of
 from phalanx.train.job.run_folder import keep_origin
@@ -106,14 +114,23 @@ class TextSession(Session):
         self.model.train()
         with notice_if_slow("building the model"):
             fill: FirstWeights = functools.partial(fill_initial, job.shape, job.config.seed)
-            if self.start is not None:  # the checkpoint has all weights
+            if self.start is not None:  # the checkpoint has all trained weights
                 fill = _keep
-            elif job.published is not None:
-                fill = fill_from(open_hugging_face(job.published))
+            elif job.published is not None and job.shape.lora is None:
+                fill = fill_from(open_weights(job.published))
+            self.base = base_of(job)
+            if self.base is not None:
+                trained, frozen = fill, fill_from(self.base.weights)
+
+                def fill_both(shard: Tensor, name: str, *size: tuple[int, ...]) -> object:
+                    return (trained if ".lora_" in name else frozen)(shard, name, *size)
+
+                fill = fill_both
+                self.saver.after_publish = self.base.write_adapters
             runner = self.plan.build(comm, fill)
-        if job.init is not None:
+        if job.init is not None and self.base is None:
             with notice_if_slow(f"reading weights from {job.init.folder}"):
-                read = state.load_weights(Path(str(job.config.init)), self.model)
+                read = state.load_weights(path_of(str(job.config.init)), self.model)
             if read.name != job.init.folder.name:
                 announce(f"read weights from {read}, which its run has saved meanwhile")
         return runner
@@ -136,6 +153,11 @@ class TextSession(Session):
         self.loader = loader_of(self.job, self.data_rank)
         self.loader.device = self.comm.device
         return self.loader
+
+    @override
+    def parts(self) -> dict[str, Stateful]:
+        base: dict[str, Stateful] = {} if self.base is None else {"base": self.base}
+        return super().parts() | base
 
     @override
     def manifest(self, *, is_passing: bool) -> Manifest:
@@ -163,6 +185,8 @@ class TextSession(Session):
 
     @override
     def scores(self, loss_sum: float) -> Mapping[str, float]:
+        if self.job.tokens.chat is not None:  # labels are some tokens of a text, not all its bytes
+            return {}
         token_bytes = self.job.tokens.token_bytes()
         num_bytes = self.validation.count_bytes(self._validation_rows(), token_bytes)
         return {"bits_per_byte": loss_sum / math.log(2) / num_bytes}
@@ -213,8 +237,14 @@ class TextSession(Session):
     def sample(self) -> str:
         job = self.job
         tokenizer = load_tokenizer(job.tokens.tokenizer)
-        prompt = job.config.prompt
-        if prompt is None:
+        prompt, ids, end_ids = job.config.prompt, None, [job.tokens.train.end_id]
+        if job.tokens.chat is not None:
+            from phalanx.data.chats import ChatStats  # imports jinja2
+
+            chat = ChatStats(**job.tokens.chat)
+            prompt, ids = chat.encode(tokenizer, prompt)
+            prompt, end_ids = f"user: {prompt}\nassistant: ", chat.end_ids
+        elif prompt is None:
             prompt = opening(job.tokens, tokenizer)
         # Eager, because each text length would be compiled. `set_stance` imports the compiler, so
         # it is called only if the run compiles.
@@ -225,13 +255,66 @@ class TextSession(Session):
                 self.step.run,
                 tokenizer,
                 prompt,
-                first_id=job.tokens.train.end_id,
+                ids=ids,
+                end_ids=end_ids,
                 seed=job.config.seed,
             )
 
 
 def _keep(_shard: torch.Tensor, _name: str, _full: Any, _offset: Any) -> None:
     """Leave a shard as it is."""
+
+
+@dataclass(frozen=True)
+class AdaptedBase:
+    """The frozen weights that a run adapts; its checkpoints have only their folder and checksum."""
+
+    weights: Weights
+    checksum: str
+
+    def state_dict(self) -> list[str]:
+        """Return what a checkpoint has instead of the weights."""
+        return [str(self.weights.folder.absolute()), self.checksum]
+
+    def load_state_dict(self, state_dict: Any, /) -> None:
+        """Do nothing: `base_of` has opened the base of the checkpoint."""
+
+    def write_adapters(self, checkpoint: Path) -> None:
+        """Write the adapters of a checkpoint as PEFT's folder beside the checkpoints of its run.
+
+        No folder is written for a shape that no Hugging Face model type computes.
+        """
+        with suppress(ConfigError):
+            family, weights = names_of(self.weights), open_checkpoint(checkpoint)
+            final = checkpoint.parent.parent / FOLDER
+            with new_folder(final) as folder:
+                write_peft(folder, weights, str(self.weights.folder.absolute()), family)
+                if (final / CONFIG).is_file():
+                    remove_folder(final)
+            weights.close()
+
+
+def base_of(job: Job) -> AdaptedBase | None:
+    """Open the frozen weights of a job with adapters; None without; all ranks call this.
+
+    Raises:
+        CheckpointError: they are missing, damaged, or not those of the checkpoint to resume from.
+    """
+    if job.shape.lora is None or job.weights_folder is None:
+        return None
+    folder, expected = job.weights_folder, None
+    if job.start is not None:
+        named, expected = job.start.about.state["base"]
+        folder = Path(named)
+    weights = open_weights(folder)
+    doing = f"cannot adapt {folder}"
+    checksum = on_first_rank(lambda: checksum_of(weights.folder), doing)
+    if expected not in (None, checksum):
+        raise CheckpointError(
+            f"{doing}: its weights have changed since the run began; their sha256 was "
+            f"{expected:.12} and is {checksum:.12}"
+        )
+    return AdaptedBase(weights, checksum)
 
 
 def loader_of(job: Job, data_rank: int) -> Loader:

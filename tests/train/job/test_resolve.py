@@ -484,6 +484,40 @@ def test_the_data_and_how_often_it_is_gone_through_is_said(config: TrainConfig) 
     assert remarks_on(resolve(dataclasses.replace(config, steps=None, epochs=12))) == []
 
 
+def test_a_mixture_says_how_often_each_source_is_read(config: TrainConfig) -> None:
+    (Path("code")).mkdir()
+    Path("code/a.py").write_text("x = 1\n" * 400)
+    Path("code/a.rst").write_text("not read")
+    mixed = dataclasses.replace(config, data="0.75*squares.txt,0.25*code", steps=300)
+    job = resolve(mixed)
+    big, small = (order.num_samples for order in job.order.sources)
+    assert job.order.num_samples == big + small == len(job.samples)
+    here = Path.cwd()
+    assert job.config.data == f"0.75*{here}/squares.txt,0.25*{here}/code"
+    line, times = words_of(job)[1], [1200 * 0.75 / big, 1200 * 0.25 / small]
+    assert times[0] < 4 < times[1]
+    assert line.endswith(
+        f"(squares.txt is read {times[0]:.2g} times, code is read {times[1]:.2g} times)"
+    )
+    assert "(left out: 1 file of unknown format (a.rst))" in line
+    (remark,) = remarks_on(job)
+    assert remark.startswith(f"code is read {times[1]:.2g} times; beyond about 4 a model")
+    with_checkpoints(mixed, 2)
+    resumed = dataclasses.replace(mixed, resume="run", out="second")
+    assert resolve(resumed).order == job.order
+    others: dict[str, TrainConfig] = {
+        r"mixture is \[1, 1\], but this run was made with \[3, 1\]": dataclasses.replace(
+            resumed, data="squares.txt".join(("0.5*", ",0.5*code"))
+        ),
+        "corpus.seq_len is 12, but": dataclasses.replace(
+            resumed, corpus=dataclasses.replace(mixed.corpus, seq_len=12)
+        ),
+    }
+    for words, other in others.items():
+        with pytest.raises(CheckpointError, match=words):
+            resolve(other)
+
+
 def test_one_rank_a_host_reads_the_text(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

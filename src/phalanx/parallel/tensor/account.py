@@ -51,6 +51,7 @@ class _Operation:
         sizes: numbers of features: input first, then outputs; for a norm, the second number is 1
             if the norm subtracts the mean, else 0.
         compute, master: dtypes of the arithmetic and of the weights.
+        is_trained: False for a frozen embedding, which has no backward.
     """
 
     kind: Literal[
@@ -60,6 +61,7 @@ class _Operation:
     sizes: tuple[int, ...]
     compute: torch.dtype
     master: torch.dtype
+    is_trained: bool = True
 
 
 def traffic(
@@ -88,8 +90,10 @@ def traffic(
         # fsdp gathers the weights of blocks in the compute dtype.
         dtype = compute if is_block and strategy.fsdp.degree > 1 else master
         recompute = strategy.recompute.kind if is_block else "none"
+        is_frozen = not any(p.requires_grad for p in binding.module.parameters())
+        is_trained = not (binding.role == "embedding" and is_frozen)
         for kind, sizes in _kinds(binding, bindings, width):
-            works[_Operation(kind, sizes, compute, dtype), recompute] += times
+            works[_Operation(kind, sizes, compute, dtype, is_trained), recompute] += times
     for _ in gathered_bases(skeleton.model, functools.partial(reads_residual, bindings)):
         works[_Operation("gather", (width,), compute, master), "none"] += 1
     rows = [
@@ -153,7 +157,8 @@ def _entries(
     with comm.phase("forward"):
         results = _forward(kind(comm), comm, work, batch)
     with comm.phase("backward"):
-        torch.autograd.backward(results, results)
+        if work.is_trained:
+            torch.autograd.backward(results, results)
     return comm.entries()
 
 

@@ -25,7 +25,7 @@ from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.megatron import Megatron
 from phalanx.parallel.tensor.one_d import OneD
 from phalanx.parallel.tensor.placed import ShardedParameter
-from phalanx.parallel.tensor.roles import RoleBinding, reads_residual
+from phalanx.parallel.tensor.roles import COLUMNS, RoleBinding, reads_residual
 from phalanx.parallel.tensor.three_d import ThreeD
 from phalanx.parallel.tensor.two_and_a_half_d import TwoAndAHalfD
 from phalanx.parallel.tensor.two_d import TwoD
@@ -62,7 +62,7 @@ def apply(
         if binding.role == "branch":
             columns = [column.module for column in binding.columns]
             bind_branch(binding.module, layout, columns, [c.parts for c in binding.columns])
-        elif binding.role != "column":
+        elif binding.role not in COLUMNS:
             bind: Any = getattr(layers, f"bind_{binding.role}")
             bind(binding.module, layout)
     transformers_models.bind(model, layout, functools.partial(reads_residual, bound))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.errors import StrategyError
+from phalanx.models.layers import Linear
 from phalanx.parallel.batch_shape import BatchShape, batch_shape
 from phalanx.parallel.tensor import operators
 from phalanx.parallel.tensor.fused import maps_of
@@ -75,6 +76,9 @@ def bind_branch(
     replace_forward(module, forward)
     for column in columns:
         replace_forward(column, products.take)
+    for each in cast("list[Any]", [*module.modules()]):
+        if hasattr(each, "cast_input_dtype_enabled"):  # PEFT would copy the placeholder
+            each.cast_input_dtype_enabled = False
 
 
 class _Products:
@@ -94,10 +98,21 @@ class _Products:
 
     def make(self, x: Tensor, shape: BatchShape) -> Tensor:
         """Multiply x by all column weights, store the products, and return the placeholder."""
-        weights = [matrix_of(column) for column in self._parts_of]
-        results = operators.column_parallel_linear(self._layout, x, weights, shape.length)
-        self._ready.update(zip(self._parts_of, results, strict=True))
-        sizes = (*results[0].shape[:2], x.shape[2])
+        weights = {column: matrix_of(column) for column in self._parts_of}
+        # Adapters in float32 beside a base in bfloat16 read x in float32, as on one process.
+        # The linear maps of a decoder cast their weights instead.
+        types = {c: x.dtype if isinstance(c, Linear) else w.dtype for c, w in weights.items()}
+        first, *others = dict.fromkeys(types.values())
+        for dtype in (first, *others):
+            columns = [column for column in weights if types[column] == dtype]
+            results = operators.column_parallel_linear(
+                self._layout,
+                x if dtype == first else x.to(dtype),
+                [weights[column] for column in columns],
+                shape.length,
+            )
+            self._ready.update(zip(columns, results, strict=True))
+        sizes = (*next(iter(self._ready.values())).shape[:2], x.shape[2])
         self._placeholder = x.new_full((), torch.nan).expand(*sizes)
         return self._placeholder
 
@@ -112,7 +127,8 @@ class _Products:
             )
         y, parts = self._ready.pop(column), self._parts_of[column]
         if len(parts) == 1 or getattr(column, "bias", None) is None:
-            return with_bias(column, y)
+            y = with_bias(column, y)
+            return column.adapted(y, x) if isinstance(column, Linear) else y
         maps = maps_of(shard_of_parameter(column, "bias"), parts)
         held = [self._layout.features(self._layout.inner, len(bias)) for bias in maps]
         mine = [bias[rows.start : rows.stop] for bias, rows in zip(maps, held, strict=True)]

@@ -27,6 +27,12 @@ def check(
     strategy: Strategy,
 ) -> None:
     """Raise a StrategyError for sizes that the layout of tp, or fsdp after it, cannot split."""
+    adapter = next((b.name for b in bindings if b.role == "lora_a"), None)
+    if adapter is not None and layout.residual.features is not None:
+        raise StrategyError(
+            f"{Strategy(tp=strategy.tp)}: '{adapter}' is a map of an adapter, which "
+            f"{strategy.tp.kind} cannot split; use tp{strategy.tp.degree}"
+        )
     problem = next(_problems(bindings, parameters, layout), None)
     if problem is not None:
         nearest = _nearest(bindings, parameters, strategy.tp)
@@ -139,7 +145,8 @@ def _problems(
                         f"{multiple}"
                     )
         width = head_width(binding.module)
-        for column in binding.columns if width > 1 else ():
+        columns = (each for each in binding.columns if each.role == "column")
+        for column in columns if width > 1 else ():
             weight = column.module.get_parameter("weight")
             num_out = weight.shape[1 if is_transposed(column.module) else 0]
             for part in column.parts:

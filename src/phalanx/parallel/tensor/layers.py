@@ -7,6 +7,8 @@ Modules and parameter names stay the same; the parameters become DTensors. The r
     branch     attention or MLP: reads the residual once for all of its column products
     column     linear map inside a branch          residual -> inner
     row        linear map at the end of a branch   inner -> residual
+    lora_a     the first map of an adapter beside a column map    residual -> full on every rank
+    lora_b     the second map of that adapter      full on every rank -> inner
     norm       norm over the features of the residual
     inner_norm norm over a column map's output     inner -> inner
     local      acts on each head or element separately, with full parameters
@@ -37,7 +39,7 @@ from torch import Tensor, nn
 from phalanx.comm.comm import local_shard
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Head
-from phalanx.models.layers import Dropout
+from phalanx.models.layers import Dropout, Linear
 from phalanx.models.loss import IGNORE
 from phalanx.models.random import dropout
 from phalanx.parallel.batch_shape import BatchShape, batch_shape, note
@@ -97,9 +99,10 @@ def bind_row(module: nn.Module, layout: Layout) -> None:
 
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         y = operators.row_parallel_linear(layout, x, matrix_of(self))
-        if getattr(self, "bias", None) is None:
-            return y
-        return y + _shard_with_gradient_owner(shard_of_parameter(self, "bias"), layout).to(y.dtype)
+        if getattr(self, "bias", None) is not None:
+            bias = _shard_with_gradient_owner(shard_of_parameter(self, "bias"), layout)
+            y = y + bias.to(y.dtype)
+        return self.adapted(y, x) if isinstance(self, Linear) else y
 
     replace_forward(module, forward)
 
@@ -152,6 +155,12 @@ def _split_norm(module: nn.Module, layout: Layout, spec: Spec) -> None:
 
 def bind_local(module: nn.Module, layout: Layout) -> None:
     """Run the module's own forward with this rank's shards of its parameters."""
+    del layout
+    _run_on_shards(module)
+
+
+def bind_lora_b(module: nn.Module, layout: Layout) -> None:
+    """Run the module's own forward with this rank's rows of its weight."""
     del layout
     _run_on_shards(module)
 

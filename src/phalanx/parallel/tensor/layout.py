@@ -67,8 +67,11 @@ class Layout(ABC):
     @abstractmethod
     def column_parallel_linear_backward(
         self, x: Tensor, weights: Sequence[Tensor], d_ys: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients of x and of each weight, each in the dtype of its tensor."""
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Return the gradients of x and of each weight, each in the dtype of its tensor.
+
+        The gradient of a frozen weight may be None.
+        """
 
     @abstractmethod
     def row_parallel_linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -77,8 +80,8 @@ class Layout(ABC):
     @abstractmethod
     def row_parallel_linear_backward(
         self, x: Tensor, weight: Tensor, d_y: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the gradients of x and of the weight, each in the dtype of its tensor."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of x and of the weight, as `column_parallel_linear_backward`."""
 
     @abstractmethod
     def reduce_embedding(self, partial: Tensor) -> Tensor:

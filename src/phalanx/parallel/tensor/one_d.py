@@ -51,13 +51,13 @@ class OneD(Layout):
     @override
     def column_parallel_linear_backward(
         self, x: Tensor, weights: Sequence[Tensor], d_ys: Sequence[Tensor]
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, list[Tensor | None]]:
         pairs = list(zip(d_ys, weights, strict=True))
         # [B, T, F_tp] [F_tp, D] -> {sum tp} -> [B, T_tp, D], then x gathered again: the gathered x
         # is not in memory while the sum is scattered.
         d_x = self._scattered_products([(d_y, w.to(x.dtype)) for d_y, w in pairs])
         full = self.gather(x, d_ys[0].shape[1])
-        return d_x, [weight_gradient(d_y, full, weight.dtype) for d_y, weight in pairs]
+        return d_x, [_gradient(d_y, full, weight) for d_y, weight in pairs]
 
     @override
     def row_parallel_linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -66,9 +66,9 @@ class OneD(Layout):
     @override
     def row_parallel_linear_backward(
         self, x: Tensor, weight: Tensor, d_y: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         full = self.gather(d_y, x.shape[1])
-        return full @ weight.to(x.dtype), weight_gradient(full, x, weight.dtype)
+        return full @ weight.to(x.dtype), _gradient(full, x, weight)
 
     @override
     def reduce_embedding(self, partial: Tensor) -> Tensor:
@@ -101,3 +101,8 @@ class OneD(Layout):
         if missing := -x.shape[1] % self.comm.size("tp"):
             x, is_spent = F.pad(x, (0, 0, 0, missing)), False
         return self.comm.reduce_scatter(x, "tp", 1, is_spent=is_spent)
+
+
+def _gradient(d_y: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
+    """Return the gradient of a weight; None if it is frozen."""
+    return weight_gradient(d_y, x, weight.dtype) if weight.requires_grad else None

@@ -32,7 +32,7 @@ class ShardedParameter:
         full: tuple[str, ...] = ()
         features = layout.residual.axes[2]
         matrix, vector = (full, full), full
-        if binding.role in ("embedding", "head", "column"):
+        if binding.role in ("embedding", "head", "column", "lora_b"):
             # fsdp splits the rows of each shard again, and DTensor has no placement for fused
             # vectors that are split twice; so vectors of fused maps are replicated.
             matrix, vector = layout.column.axes, layout.inner.axes[2]

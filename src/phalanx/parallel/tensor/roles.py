@@ -28,6 +28,8 @@ Role = Literal[
     "branch",
     "column",
     "row",
+    "lora_a",
+    "lora_b",
     "norm",
     "inner_norm",
     "local",
@@ -48,6 +50,9 @@ PAGE = "docs/strategies.md"
 RECURSIVE_ROLES: frozenset[Role] = frozenset({"local", "token", "gather", "full", "scatter"})
 """Roles that also apply to all submodules."""
 
+COLUMNS: frozenset[Role] = frozenset({"column", "lora_a"})
+"""Roles whose products a branch computes together, from one gather of its input."""
+
 DECODER: Patterns = transformers_tables.by_role(
     embedding="embedding",
     table="position_embedding",
@@ -61,6 +66,15 @@ DECODER: Patterns = transformers_tables.by_role(
     "blocks.*.mlp_output_norm norm",
     head="output",
 )
+_ADAPTER_PATTERNS: Patterns = transformers_tables.by_role(
+    lora_a="blocks.*.attention.q.lora_A blocks.*.attention.k.lora_A blocks.*.attention.v.lora_A "
+    "blocks.*.mlp.gate.lora_A blocks.*.mlp.up.lora_A",
+    lora_b="blocks.*.attention.q.lora_B blocks.*.attention.k.lora_B blocks.*.attention.v.lora_B "
+    "blocks.*.mlp.gate.lora_B blocks.*.mlp.up.lora_B",
+    row="blocks.*.attention.output.lora_A blocks.*.mlp.down.lora_A",
+    token="blocks.*.attention.output.lora_B blocks.*.mlp.down.lora_B",
+)
+"""Roles of the adapters of a decoder's linear maps."""
 _PROJECTION_NORM_PATTERNS: Patterns = transformers_tables.by_role(
     inner_norm="blocks.*.attention.q_norm blocks.*.attention.k_norm"
 )
@@ -72,7 +86,8 @@ class RoleBinding:
     """A module and its role.
 
     Attributes:
-        columns: column maps of a branch, in the order of registration; empty for other roles.
+        columns: column maps of a branch, and the maps lora_a beside them, in the order of
+            registration; empty for other roles.
         parts: proportions of the maps that the weight of a column map fuses.
     """
 
@@ -100,7 +115,8 @@ def default_patterns(model: nn.Module) -> Patterns:
     """Return the built-in patterns of a model that match at least one of its modules."""
     if isinstance(model, Decoder):
         is_joint = model.shape.qk_norm == "projection"
-        patterns = {**DECODER, **(_PROJECTION_NORM_PATTERNS if is_joint else {})}
+        joint = _PROJECTION_NORM_PATTERNS if is_joint else {}
+        patterns = {**DECODER, **joint, **_ADAPTER_PATTERNS}
     else:
         patterns = transformers_tables.patterns_of(model)
     names = [name for name, _ in model.named_modules()]
@@ -141,9 +157,11 @@ def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleB
         pattern = next((p for p in parsed if _matches(p, name)), None)
         if pattern is not None:
             role, parts = parsed[pattern]
-            bindings[name] = RoleBinding(name, role, modules[name], parts=parts)
+            for inner, of_inner in _inside_wrapper(name, role, modules[name]).items():
+                bound = parts if of_inner in ("column", "lora_b") else (1,)
+                bindings[inner] = RoleBinding(inner, of_inner, modules[inner], parts=bound)
     for name, binding in bindings.items():
-        if binding.role == "column" and _enclosing(name, bindings, "branch") is None:
+        if binding.role in COLUMNS and _enclosing(name, bindings, "branch") is None:
             raise StrategyError(f"tp: the column map '{name}' is in no module with the role branch")
         outer = _enclosing(name, bindings, *RECURSIVE_ROLES)
         if outer is not None:
@@ -167,7 +185,7 @@ def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleB
         columns[branch] = tuple(
             binding
             for name, binding in bindings.items()
-            if binding.role == "column" and _enclosing(name, bindings, "branch") == branch
+            if binding.role in COLUMNS and _enclosing(name, bindings, "branch") == branch
         )
         if not columns[branch]:
             raise StrategyError(
@@ -175,6 +193,36 @@ def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleB
                 "residual; give one of its linear maps the role column"
             )
     return [dataclasses.replace(s, columns=columns.get(name, ())) for name, s in bindings.items()]
+
+
+def _inside_wrapper(name: str, role: Role, module: nn.Module) -> dict[str, Role]:
+    """Return the roles of the modules inside a layer that PEFT has wrapped, else its own.
+
+        column    base column, A whole, B column: x -> a, whole -> inner, without another message
+        row       base row, A row, B whole: inner -> a, residual -> residual
+
+    Raises:
+        StrategyError: the adapter has other parameters than the two maps.
+    """
+    if isinstance(trained := getattr(module, "modules_to_save", None), nn.ModuleDict):
+        copies = [f"modules_to_save.{each}" for each in trained]
+        return dict.fromkeys((f"{name}.{each}" for each in ("original_module", *copies)), role)
+    if not isinstance(getattr(module, "base_layer", None), nn.Module):
+        return {name: role}
+    of_maps: dict[str, Role] = {"base_layer": role}
+    if role in ("column", "row"):
+        pair: tuple[Role, Role] = ("lora_a", "lora_b") if role == "column" else ("row", "token")
+        for holder, of_holder in zip(("lora_A", "lora_B"), pair, strict=True):
+            maps = getattr(module, holder, None) or {}
+            of_maps |= {f"{holder}.{each}": of_holder for each in maps}
+    for other, _ in module.named_parameters():
+        if not other.startswith(tuple(f"{each}." for each in of_maps)):
+            raise StrategyError(
+                f"tp: '{name}' ({role}) is a {type(module).__name__} of PEFT with the parameter "
+                f"'{other}'; tp splits only LoRA beside column and row maps, without DoRA; use dp "
+                "or fsdp"
+            )
+    return {f"{name}.{each}": of_map for each, of_map in of_maps.items()}
 
 
 def reads_residual(bindings: Iterable[RoleBinding], outside: str) -> bool:

@@ -27,13 +27,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from phalanx.checkpoint.frozen import bits_of
 from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.join import job_store
 from phalanx.comm.together import gather_objects
 from phalanx.errors import ScriptError
 from phalanx.models.attention import to_device
 from phalanx.script.checksums import (
-    bits_of,
     sums_show_equal,
     with_squares,
     words_of,

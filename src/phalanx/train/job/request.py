@@ -29,11 +29,13 @@ from phalanx.config.fields import (
 )
 from phalanx.config.schema import JobConfig
 from phalanx.config.validate import AUTO, check
-from phalanx.data.corpus import sources
+from phalanx.data.addresses import check_data
+from phalanx.data.corpus import absolute
 from phalanx.errors import CheckpointError, ConfigError, nearest
 from phalanx.launch.launched import require_agent
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.models.shape import ModelShape
+from phalanx.object_store import fetch, is_address, path_of
 from phalanx.strategy import Axis, Strategy, check_ranks, require_built
 from phalanx.train.job import resume
 
@@ -125,10 +127,10 @@ class Request:
         for key, value in {**settled, **more}.items():
             config = with_value(config, key, value)
         for key in keys_for(TrainConfig, Use.PATH):
-            if (path := value_at(config, key)) is not None:
+            if (path := value_at(config, key)) is not None and not is_address(path):
                 # Not normalized: `..` after a symbolic link is not the link's parent folder.
-                path = os.path.join(os.getcwd(), os.path.expanduser(path))
-                config = with_value(config, key, path)
+                whole = os.path.join(os.getcwd(), os.path.expanduser(path))
+                config = with_value(config, key, absolute(path) if key == "data" else whole)
         return config
 
 
@@ -145,8 +147,7 @@ def settle(config: TrainConfig) -> Request:
     start, init = checkpoint_of(config.resume, "resume"), checkpoint_of(config.init, "init")
     if start is not None:
         start.about.check_optimizer()
-    if config.data is not None:
-        sources(config.data)
+    check_data(config.data)
     strategy, device = choose_strategy(config)
     if config.strategy == AUTO and config.batch.microbatch is None:
         config = with_value(config, "batch.microbatch", AUTO)
@@ -245,7 +246,8 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
     """
     if path is None:
         return None
-    if (Path(path) / "config.json").is_file():
+    folder = path_of(path)
+    if fetch(folder / "config.json").is_file():
         raise CheckpointError(
             f"{setting} is {path}, a Hugging Face folder; start a run with its weights by "
             f"--model {path}"
@@ -253,9 +255,9 @@ def checkpoint_of(path: str | None, setting: str) -> Checkpoint | None:
     if setting == "resume":
         from phalanx.checkpoint.files import find_whole  # imports torch
 
-        found = find_whole(Path(path), compares=not is_under_torchrun())
+        found = find_whole(folder, compares=not is_under_torchrun())
     else:
-        found = manifest.find_and_read(Path(path))
+        found = manifest.find_and_read(folder)
     try:
         for entry in settings(TrainConfig):
             for values in (found.about.settings, found.about.stream):

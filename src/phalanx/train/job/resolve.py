@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -14,15 +15,25 @@ from phalanx.checkpoint.manifest import Manifest, incomplete_after
 from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, keys_for, value_at
 from phalanx.config.validate import check_warmup
-from phalanx.data.corpus import left_out
+from phalanx.data.addresses import local_path
+from phalanx.data.cache import cache_folder
+from phalanx.data.chat_rows import LAYOUTS, layout_of
+from phalanx.data.corpus import first_row
 from phalanx.data.loader import total_steps
 from phalanx.data.order import Order
-from phalanx.data.samples import Samples
-from phalanx.data.survey import Progress
+from phalanx.data.samples import Samples, count_samples
+from phalanx.data.survey import Progress, no_progress
 from phalanx.data.tokens import TokenFiles, prepare
 from phalanx.errors import ConfigError, DataError
+from phalanx.hugging_face.companions import (
+    DEFAULT,
+    chat_templates_of,
+    ids_of,
+    special_tokens_of,
+)
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.parallel.pipeline.cut import strategy_facts
+from phalanx.storage import hint_of_missing, read_text
 from phalanx.train.job.request import Request, settle
 from phalanx.train.job.resume import (
     check_stream,
@@ -103,14 +114,7 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
     if not continues_served(out, config.server.coordinator):
         check_unused(out, start)
     check_writable(out)
-    tokens = prepare(
-        config.data,
-        config.corpus,
-        model_vocab_size=request.shape.vocab_size,
-        tokenizer=tokenizer_of(config, request.weights_folder),
-        is_follower=is_under_torchrun() and read_rank_env().local_rank > 0,
-        progress=progress,
-    )
+    tokens = _tokens_of(request, progress)
     if start is not None:
         check_stream(start, request.settings(), tokens)
     if tokens.train.num_tokens <= config.corpus.seq_len:
@@ -123,8 +127,14 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
         tokens.train, config.corpus.seq_len, document_mask=config.corpus.document_mask
     )
     about = None if start is None else start.about
-    first = first_epoch(config, about, tokens.train.num_tokens)
+    first = first_epoch(config, about, tokens.train)
     order = Order(len(samples), config.seed, config.corpus.shuffle, first)
+    sizes = [count_samples(file, config.corpus.seq_len) for file in tokens.train.parts]
+    if tokens.weights and 0 in sizes:
+        raise DataError(
+            f"{tokens.names[sizes.index(0)]} leaves no sample to train on; leave it out"
+        )
+    order = order.mixed(sizes, tokens.weights)
     done, consumed = request.done
     num_steps = DEFAULT_STEPS if config.steps is None else config.steps  # done ones included
     if config.epochs is not None:
@@ -146,10 +156,68 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
     }
     if start is not None:  # so that the run's settings file can still start the run from scratch
         is_own = config.tokenizer is None and config.corpus.vocab_size is None
-        for key in ("init", *(("tokenizer", "corpus.vocab_size") if is_own else ())):
+        own = ("tokenizer", "corpus.vocab_size", "chat_template") if is_own else ()
+        for key in ("init", *own):
             settled[key] = start.about.settings.get(key)
     known: dict[str, Any] = {**vars(request), "config": request.settings(**settled)}
     return Job(**known, num_steps=num_steps, tokens=tokens, samples=samples, order=order, out=out)
+
+
+def _tokens_of(request: Request, progress: Progress | None) -> TokenFiles:
+    """Prepare the data of a request: text, or chats.
+
+    Raises:
+        DataError: the data cannot be read.
+        ConfigError: the model of chats has no chat template or tokenizer.
+    """
+    config = request.config
+    tokenizer = tokenizer_of(config, request.weights_folder)
+    how: dict[str, Any] = {
+        "model_vocab_size": request.shape.vocab_size,
+        "tokenizer": tokenizer,
+        "is_follower": is_under_torchrun() and read_rank_env().local_rank > 0,
+        "progress": progress,
+    }
+    cache = cache_folder(config.corpus.cache)
+    data = local_path(config.data, cache, progress or no_progress, is_follower=how["is_follower"])
+    row = first_row(data)
+    layout = None if row is None else layout_of(row)
+    if layout is None:
+        if config.chat_template is not None:
+            raise ConfigError(
+                f"chat_template is {config.chat_template}, but the data are text, not chats; "
+                f"rows of chats have the fields {' or '.join(map(' and '.join, LAYOUTS.values()))}"
+            )
+        return prepare(config.data, config.corpus, **how)
+    # jinja2 and more, which a run on text does not need.
+    from phalanx.data.chats import ChatFormat, prepare_chats
+
+    assert data is not None, "the standard library has no rows"
+    chats = f"the data {config.data} are chats of the layout {layout}, but"
+    if tokenizer is None:
+        raise ConfigError(
+            f"{chats} model {request.name} has no tokenizer; give a Hugging Face folder by --model "
+            "FOLDER, or --tokenizer"
+        )
+    # The files beside tokenizer.json: of a Hugging Face folder, a checkpoint or a run.
+    beside = Path(tokenizer) if Path(tokenizer).is_dir() else Path(tokenizer).parent
+    if config.chat_template is not None:
+        file = Path(os.path.expanduser(config.chat_template))
+        if not file.is_file():
+            raise ConfigError(
+                f"chat_template is {file}, which is not a file{hint_of_missing(file)}"
+            )
+        template = read_text(file)
+    elif (template := (templates := chat_templates_of(beside)).get(DEFAULT)) is None:
+        others = f" but of the names {', '.join(templates)}" if templates else ""
+        raise ConfigError(
+            f"{chats} {beside} has no chat template{others}; give one by --chat-template FILE"
+        )
+    names, added = special_tokens_of(beside)
+    ends = ids_of(beside)["eos_token_id"]
+    end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    form = ChatFormat(template, names, added, end_ids)
+    return prepare_chats(data, config.corpus, layout, form, **how)
 
 
 def _check_split(request: Request) -> None:
@@ -226,18 +294,35 @@ def words_of(job: Job) -> list[str]:
     tokens, weights = job.tokens, ""
     if job.weights_folder is not None:
         weights = f" from {job.weights_folder}"
-    if skipped := left_out(job.config.data):
-        skipped = f" (left out: {skipped})"
+    skipped = f" (left out: {tokens.left_out})" if tokens.left_out else ""
     held, epochs = tokens.validation.num_tokens, f"{num_epochs(job):.2g}"
+    reads = ", ".join(f"{name} is read {times:.2g} times" for name, times in _reads(job))
+    kind, trained, more = "document", f"{tokens.train.num_tokens:,} tokens to train on", ""
+    if (chat := tokens.chat) is not None:
+        length = job.config.corpus.seq_len
+        kind, held = "conversation", max(0, (held - 1) // length)
+        trained = (
+            f"of the layout {chat['layout']}, {chat['num_tokens']:,} tokens, "
+            f"{chat['num_trained']:,} of them in answers; rows of {length}: "
+            f"{len(job.samples):,} to train on"
+        )
+        longest = f"corpus.seq_len (the longest has {chat['longest']:,} tokens)"
+        for number, what in (
+            (chat["num_cut"], f"cut at {longest}"),
+            (chat["num_left_out"], "left out, without a token of an answer"),
+            (chat["num_endless"], "answers that no special token ends: the model learns no end"),
+        ):
+            more += f"; {number:,} {what}" if number else ""
     return [
         *job.choice,
         f"{job.name} ({num_parameters(job.shape).total:,} parameters){weights}; {job.strategy} on "
         f"{job.device}; {job.batch}; {job.num_steps} steps",
         f"data: {job.config.data or 'the standard library of this Python'}: {tokens.num_bytes:,} "
-        f"bytes in {_count(tokens.num_documents, 'document')}{skipped}, "
-        f"{tokens.train.num_tokens:,} tokens to train on and {held:,} to validate; "
+        f"bytes in {_count(tokens.num_documents, kind)}{skipped}, {trained} and {held:,} to "
+        f"validate{more}; "
         f"{_count(job.num_steps, 'step')} "
-        f"{'is' if job.num_steps == 1 else 'are'} {epochs} epoch{'' if epochs == '1' else 's'}",
+        f"{'is' if job.num_steps == 1 else 'are'} {epochs} epoch{'' if epochs == '1' else 's'}"
+        f"{f' ({reads})' if reads else ''}",
     ]
 
 
@@ -247,9 +332,21 @@ def _count(number: int, what: str) -> str:
 
 def num_epochs(job: Job) -> float:
     """Return the epochs of the whole run; steps done count the samples that they consumed."""
+    return job.order.first_epoch + _num_rows(job) / job.order.num_samples
+
+
+def _num_rows(job: Job) -> int:
     done, consumed = job.done
-    rows = consumed + max(0, job.num_steps - done) * job.batch.global_size
-    return job.order.first_epoch + rows / job.order.num_samples
+    return consumed + max(0, job.num_steps - done) * job.batch.global_size
+
+
+def _reads(job: Job) -> list[tuple[str, float]]:
+    """Return the name of each source of a mixture, and how many times the run reads it."""
+    order, per_weight = job.order, _num_rows(job) / max(1, sum(job.order.weights))
+    return [
+        (name, order.first_epoch + per_weight * weight / source.num_samples)
+        for name, source, weight in zip(job.tokens.names, order.sources, order.weights, strict=True)
+    ]
 
 
 def remarks_on(job: Job) -> list[str]:
@@ -283,8 +380,14 @@ def remarks_on(job: Job) -> list[str]:
                 f"after step {job.done[0]}, samples have {job.config.corpus.seq_len} tokens and "
                 f"epoch {job.order.first_epoch + 1} starts"
             )
+    for name, times in _reads(job):
+        if times > MANY_EPOCHS:
+            lines.append(
+                f"{name} is read {times:.2g} times; beyond about {MANY_EPOCHS} a model memorizes "
+                "the text instead of learning from it; lower its weight"
+            )
     passes = num_epochs(job)
-    if job.config.epochs is None and passes > MANY_EPOCHS:
+    if job.config.epochs is None and not job.order.sources and passes > MANY_EPOCHS:
         done, consumed = job.done
         left = total_steps(job.order, job.batch.global_size, MANY_EPOCHS, consumed=consumed)
         lines.append(

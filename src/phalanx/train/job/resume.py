@@ -19,17 +19,20 @@ from phalanx.config import BatchConfig, TrainConfig
 from phalanx.config.fields import Schema, Use, keys_for, settings, value_at, with_value
 from phalanx.config.file import RUN_FILE, read_values
 from phalanx.config.validate import AUTO
+from phalanx.data.cache import fingerprint
 from phalanx.errors import BatchError, CheckpointError, ConfigError
 from phalanx.hugging_face import companions
 from phalanx.hugging_face.config import CONFIG
 from phalanx.launch.launched import is_restarted, launched
 from phalanx.models.registry import PRESETS, with_sizes
 from phalanx.models.registry import shape_of as preset
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import Lora, ModelShape
+from phalanx.object_store import fetch, path_of
 from phalanx.storage import hint_of_missing
 from phalanx.strategy import Strategy
 
 if TYPE_CHECKING:
+    from phalanx.data.token_file import TokenFile
     from phalanx.data.tokens import TokenFiles
 
 DEFAULT_MODEL: Final = "demo"
@@ -59,16 +62,16 @@ def continuation(said: Mapping[str, Any]) -> dict[str, Any]:
     if job is not None and job.run is not None:
         # A script may have several runs, of which the launcher knows one.
         if run is None and said.get("resume") is not None:
-            run = str(manifest.run_folder(Path(said["resume"])))
+            run = str(manifest.run_folder(path_of(said["resume"])))
         run = run or job.run
     elif not is_auto:
         run = None
     if job is not None and job.strategy is not None:
         changes |= {"strategy": job.strategy, "nproc": None}
-        if run is not None and (file := Path(run) / RUN_FILE).exists():
+        if run is not None and (file := fetch(path_of(run) / RUN_FILE)).exists():
             # The rows of the global batch stay, and a microbatch has at most as many as before.
             keys = {setting.key: setting.hint for setting in settings(TrainConfig)}
-            before = read_values(str(file), keys, is_foreign=True)
+            before = read_values(os.fspath(file), keys, is_foreign=True)
             rows, most = before["batch.global_size"], before["batch.microbatch"]
             microbatch = _divisor(rows // Strategy.parse(job.strategy).data_ranks, most)
             changes |= {"batch.global_size": rows, "batch.microbatch": microbatch}
@@ -77,7 +80,7 @@ def continuation(said: Mapping[str, Any]) -> dict[str, Any]:
         from phalanx.checkpoint.in_memory import recover  # imports torch
 
         recover()
-    if run is not None and manifest.saved_states(Path(run)):
+    if run is not None and manifest.saved_states(path_of(run)):
         changes |= {"resume": run, "out": None, "init": None}
     elif run is not None:
         changes |= {"out": run} | ({"resume": None} if is_auto else {})
@@ -195,6 +198,11 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None, published: Path | N
     """
     named = preset(config.model) if config.model in PRESETS else None
     if origin is None and published is None:
+        if config.lora is not None:
+            raise ConfigError(
+                f"lora is {config.lora}, but no weights are there to adapt; give them by --model "
+                "FOLDER or --init"
+            )
         return with_sizes(named or preset(DEFAULT_MODEL), config.shape)
     if published is not None:
         from phalanx.hugging_face.convert import open_hugging_face  # imports torch
@@ -206,8 +214,15 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None, published: Path | N
         assert origin is not None, "one of the two has weights"
         source, held = f"init is {config.init}", shape_in(origin.about, origin.folder)
     wanted = with_sizes(named or held, config.shape)
+    lora = None if config.lora is None else Lora.parse(config.lora, held.mlp)
     if config.resume is not None:
-        return wanted
+        if lora != held.lora:
+            raise ConfigError(
+                f"lora is {config.lora}, but the run was made with other adapters; leave it out"
+            )
+        return dataclasses.replace(wanted, lora=lora)
+    held = dataclasses.replace(held, lora=None)  # merged into the weights if it has adapters
+    wanted = dataclasses.replace(wanted, lora=None)
     for name, value in dataclasses.asdict(held).items():
         asked = getattr(wanted, name)
         if asked != value and name != "dropout":
@@ -218,7 +233,8 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None, published: Path | N
                 f"{'model and shape' if published is None else 'shape'} out"
             )
     dropout = config.shape.dropout
-    return held if dropout is None else dataclasses.replace(held, dropout=dropout)
+    dropout = held.dropout if dropout is None else dropout
+    return dataclasses.replace(held, dropout=dropout, lora=lora)
 
 
 def tokenizer_of(config: TrainConfig, folder: Path | None) -> str | None:
@@ -294,8 +310,16 @@ def stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
         "text": tokens.text_digest,
         "text bytes": tokens.num_bytes,
         "tokenizer": tokens.tokenizer_digest,
+        **({"mixture": list(tokens.weights)} if tokens.weights else {}),
+        **({} if tokens.chat is None else {"chat template": chat_digest(tokens.chat, config)}),
         **{key: value_at(config, key) for key in keys_for(TrainConfig, Use.DATA_ORDER)},
     }
+
+
+def chat_digest(chat: Mapping[str, Any], config: TrainConfig) -> str:
+    """Return a hash of how conversations become rows: format, answers trained on, row length."""
+    names, corpus = sorted(chat["names"].items()), config.corpus
+    return fingerprint(chat["layout"], chat["template"], names, corpus.turns, corpus.seq_len)
 
 
 def has_new_length(config: TrainConfig, about: Manifest) -> bool:
@@ -303,14 +327,16 @@ def has_new_length(config: TrainConfig, about: Manifest) -> bool:
     return about.stream.get("corpus.seq_len", config.corpus.seq_len) != config.corpus.seq_len
 
 
-def first_epoch(config: TrainConfig, about: Manifest | None, num_tokens: int) -> int:
+def first_epoch(config: TrainConfig, about: Manifest | None, file: TokenFile) -> int:
     """Return the number of the epoch at which the sample stream begins.
 
     A new sample length starts a new epoch, which skips the rest of the interrupted one.
     """
     if about is None or not has_new_length(config, about):
         return 0 if about is None else about.first_epoch
-    num_samples = -(-(num_tokens - 1) // about.stream["corpus.seq_len"])
+    from phalanx.data.samples import count_samples  # imports torch
+
+    num_samples = count_samples(file, about.stream["corpus.seq_len"])
     return about.first_epoch + -(-about.consumed // num_samples)
 
 
@@ -324,7 +350,7 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
     differing = [
         name
         for name, value in ours.items()
-        if before.get(name) != value and name != "corpus.seq_len"
+        if before.get(name) != value and (name != "corpus.seq_len" or tokens.weights)
     ]
     run = manifest.run_of(start.folder) or start.folder
     gone = ""
@@ -363,6 +389,11 @@ def check_stream(start: Checkpoint, config: TrainConfig, tokens: TokenFiles) -> 
             f"the tokenizer ({config.tokenizer or made or tokens.tokenizer}) is not the one that "
             "this run was made with; leave --tokenizer and --corpus.vocab-size out to use "
             f"{run / companions.TOKENIZER}"
+        )
+    elif name == "chat template":
+        said = (
+            "the chat template, corpus.turns or corpus.seq_len is not the one that this run was "
+            "made with, so its conversations are other rows; leave them out"
         )
     else:
         said = (

@@ -19,12 +19,13 @@ from phalanx.config import TrainConfig
 from phalanx.config.file import RUN_FILE, to_toml
 from phalanx.config.schema import JobConfig, RunConfig
 from phalanx.errors import ConfigError, PhalanxError, TrainingError
-from phalanx.hugging_face.companions import keep_family, keep_tokenizer
+from phalanx.hugging_face.companions import keep_chat, keep_family, keep_tokenizer
 from phalanx.launch import debug_net, rank_log
 from phalanx.launch.launched import launched
 from phalanx.launch.rank_env import is_under_torchrun
 from phalanx.measure.logs import has_steps
 from phalanx.models.shape import ModelShape
+from phalanx.object_store import address_of, fetch_run, path_of, put, remove
 from phalanx.report.units import size_text
 from phalanx.storage import existing, free_bytes, remove_folder, replace_file
 from phalanx.strategy import Strategy
@@ -45,9 +46,9 @@ def out_folder(config: TrainConfig, strategy: Strategy, name: str) -> Path:
         ConfigError: the checkpoint to resume from is not in a run folder.
     """
     if config.out is not None:
-        return Path(config.out)
+        return path_of(config.out)
     if config.resume is not None:
-        return resumed_folder(Path(config.resume))
+        return resumed_folder(path_of(config.resume))
     return new_folder(name, strategy)
 
 
@@ -116,8 +117,9 @@ def removed_if_refused(out: Path, *, is_new: bool) -> Generator[None]:
 
     After a crash, a TrainingError, a folder with logs stays. A folder that another process saves to
     stays, too. One process of a job calls this; under torchrun that is the first rank, and the
-    others may still run.
+    others may still run. The records of a run that has an address are fetched first.
     """
+    fetch_run(out)
     try:
         yield
     except PhalanxError as error:
@@ -139,7 +141,10 @@ def keep_origin(job: Job) -> None:
     """
     job.out.mkdir(parents=True, exist_ok=True)
     keep_tokenizer(job.tokens.tokenizer, job.out)
-    if job.weights_folder is not None:
+    if (chat := job.tokens.chat) is not None:
+        words = (chat["template"], chat["names"], chat["end_ids"])
+        keep_chat(job.weights_folder, job.out, *words)
+    elif job.weights_folder is not None:
         keep_family(job.weights_folder, job.out)
     file, state = job.out / RUN_FILE, launched()
     if state is None or state.run is None or not file.exists():  # else the first generation's stay
@@ -206,6 +211,9 @@ def check_writable(out: Path) -> None:
         ConfigError: it cannot; the message has the reason.
     """
     try:
+        if address_of(out) is not None:
+            put(probe := out / ".probe", b"")
+            remove([probe])
         with tempfile.TemporaryFile(dir=existing(out)) as probe:
             probe.write(b"x")
     except OSError as error:
@@ -224,7 +232,7 @@ def count_checkpoints(num_steps: int, save_every: int, *, steps_done: int = 0) -
 
 def checkpoint_bytes(shape: ModelShape, precision: Precision) -> int:
     """Return the approximate bytes of a checkpoint: its tensors, without the small other files."""
-    return TENSORS_PER_PARAMETER * precision.master.itemsize * num_parameters(shape).total
+    return TENSORS_PER_PARAMETER * precision.master.itemsize * num_parameters(shape).trained
 
 
 def check_space(out: Path, num_checkpoints: int, config: TrainConfig, one_bytes: int) -> None:
@@ -233,6 +241,8 @@ def check_space(out: Path, num_checkpoints: int, config: TrainConfig, one_bytes:
     Raises:
         ConfigError: the space is too small; the message has the bytes needed and left.
     """
+    if address_of(out) is not None:
+        return
     keep = config.keep_checkpoints
     if keep is not None:  # the next is complete before the oldest is removed
         num_kept = len(manifest.complete_checkpoints(out)) - len(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -25,7 +27,7 @@ TEMPERATURE = 0.8
 def opening(tokens: TokenFiles, tokenizer: Tokenizer) -> str:
     """Return the first words of the validation text; of the training text if there is none."""
     file = tokens.validation if tokens.validation.num_tokens > 1 else tokens.train
-    text = tokenizer.decode(file.map()[1:_OPENING_TOKENS].tolist()).strip(BROKEN)
+    text = tokenizer.decode(file.leaves[0].map()[1:_OPENING_TOKENS].tolist()).strip(BROKEN)
     line = next((line.strip() for line in text.splitlines() if line.strip()), "")
     if len(line) <= _PROMPT_CHARACTERS:
         return line
@@ -58,7 +60,8 @@ def write_text(
     tokenizer: Tokenizer,
     prompt: str,
     *,
-    first_id: int,
+    ids: Sequence[int] | None = None,
+    end_ids: Sequence[int],
     num_tokens: int = 64,
     seed: int,
 ) -> str:
@@ -67,21 +70,23 @@ def write_text(
     Bytes that do not form a whole character, as an untrained model may write, are left out. The
     engine is the one of `phalanx generate`, with a full forward in place of the key-value cache.
 
-    `run` runs the model's forward, and `first_id` is the token at the beginning of a document. The
-    number of generated tokens is limited by `num_tokens` and the model's maximum sequence length.
+    `run` runs the model's forward. `ids` are the tokens of the prompt; if None, the first of
+    `end_ids`, the tokens that end a text, and the tokens of `prompt`. The number of generated
+    tokens is limited by `num_tokens` and the model's maximum sequence length.
     """
     most = model.shape.max_seq_len
-    ids = [first_id, *tokenizer.encode(prompt, add_special_tokens=False).ids]
+    if ids is None:
+        ids = [end_ids[0], *tokenizer.encode(prompt, add_special_tokens=False).ids]
     num_tokens = max(min(num_tokens, most - len(ids)), 1)
     engine = Engine(
         _PlainForward(model, run),
         Scheduler(BlockPool(1, most), budget=most),
         max_seq_len=most,
-        end_ids=[first_id],
+        end_ids=[*end_ids],
         tokenizer=tokenizer,
     )
     sampling = Sampling(max_tokens=num_tokens, temperature=TEMPERATURE, seed=seed)
-    (completion,) = engine.add(ids[-(most - num_tokens) :], sampling)
+    (completion,) = engine.add([*ids][-(most - num_tokens) :], sampling)
     model.eval()
     while completion.finish_reason is None:
         engine.step()
