@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Final, cast
 
 import torch
@@ -211,7 +212,16 @@ class RankAccelerator(Accelerator):
         is_fused = any("fused_lm_head" in code.co_varnames for code in codes if code is not None)
         if self.run.strategy.tp.degree == 1 or not is_fused:
             return None
-        head = cast(Any, model).get_output_embeddings()
+        own: Any = model
+        head = own.get_output_embeddings()
+
+        def replicated() -> Any:
+            if self.run.comm.coord("tp") == 0:  # gradients of replicas are added up
+                return head
+            parts = (None if p is None else p.detach() + 0 * p for p in (head.weight, head.bias))
+            return SimpleNamespace(**dict(zip(("weight", "bias"), parts, strict=True)))
+
+        own.get_output_embeddings = replicated
         return {name: "full" for name, each in model.named_modules() if each is head}
 
     @override

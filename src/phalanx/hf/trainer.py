@@ -231,18 +231,13 @@ class RankTrainer(PlainTrainer):
         was_training = model.training
         model.eval()  # no dropout, no statistics
         with torch.no_grad(), self.compute_loss_context_manager():
-            one, two = (
-                self.ranks.run.sum(
-                    torch.as_tensor(
-                        self.compute_loss(
-                            model, self._prepare_inputs({**rows}), num_items_in_batch=number
-                        )
-                    ).nan_to_num()
-                )
-                for number in (num_items, 2 * num_items)
-            )
+            sums: list[Tensor] = []
+            for number in (num_items, 2 * num_items):
+                own = self._prepare_inputs({**rows})
+                loss: Any = self.compute_loss(model, own, num_items_in_batch=number)
+                sums.append(self.ranks.run.sum(loss.nan_to_num()))
         model.train(was_training)
-        return bool(two < 0.75 * one)
+        return bool(sums[1] < 0.75 * sums[0])
 
     def _refuse_unknown_loss(self) -> None:
         """Refuse a loss of own rows of which it is unknown whether it is a sum or a mean."""
