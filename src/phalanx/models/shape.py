@@ -67,7 +67,8 @@ class Lora:
         Raises:
             ConfigError: an entry is unknown or has an invalid value.
         """
-        values = dict(entry.partition("=")[::2] for entry in text.split(","))
+        entries = (entry.partition("=") for entry in text.split(","))
+        values = {name: value for name, _, value in entries}
         targets, rslora = values.pop("targets", "all-linear"), values.pop("rslora", None)
         try:
             rank = int(values.pop("r", ""))
