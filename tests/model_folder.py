@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 
-from phalanx.checkpoint.weights import sizes_of
-from phalanx.hugging_face.config import config_to_hf
-from phalanx.hugging_face.folder import write_folder
-from phalanx.hugging_face.names import table
-from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from small_run import tokenizer_of
 
@@ -31,6 +26,15 @@ def model_folder(
     folder: Path, template: str | None = CHATML, seed: int = 7, shape: ModelShape = SHAPE
 ) -> Path:
     """Write the folder of a small Llama with random weights; return `folder`."""
+    # Here, because collecting tests imports no torch.
+    import torch
+
+    from phalanx.checkpoint.weights import sizes_of
+    from phalanx.hugging_face.config import config_to_hf
+    from phalanx.hugging_face.folder import write_folder
+    from phalanx.hugging_face.names import table
+    from phalanx.models.decoder import Decoder
+
     folder.mkdir(parents=True)
     model = Decoder(shape)
     model.initialize(seed)
@@ -50,6 +54,11 @@ def model_folder(
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     assert tokenizer.token_to_id("<|im_end|>") == 258
     tokenizer.save(str(folder / "tokenizer.json"))
-    content = {"eos_token": "<|im_end|>"} | ({"chat_template": template} if template else {})
+    content: dict[str, Any] = {
+        "eos_token": "<|im_end|>",
+        "extra_special_tokens": {"voice": "<|voice|>"},
+        "added_tokens_decoder": {"260": {"content": "<|late|>", "special": True, "lstrip": True}},
+    }
+    content |= {"chat_template": template} if template else {}
     (folder / "tokenizer_config.json").write_text(json.dumps(content))
     return folder

@@ -37,6 +37,7 @@ ROWS = [
     ["bench"],
     ["verify"],
     ["script", "show"],
+    ["hf"],
     ["cli"],
 ]
 """The rooms; each may import only rooms of earlier rows, and itself."""

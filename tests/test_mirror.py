@@ -24,6 +24,7 @@ ACROSS = {
     "checkpoint/test_fuzz.py": "reading a checkpoint: manifest, index and tensor_file, damaged",
     "checkpoint/test_hostile.py": "reading a checkpoint: untrusted, manifest and index, forged",
     "checkpoint/test_killed.py": "saving: saver, files and lock, killed at each step",
+    "checkpoint/test_object_store.py": "saver, files, lock and tensor_file with object_store",
     "checkpoint/test_reshard.py": "sharding and state: saved by one split, loaded by another",
     "checkpoint/test_resume.py": "state and manifest: a run in two parts is a run in one",
     "checkpoint/test_stuck.py": "saver and progress: ranks that stand still while they save",

@@ -4,6 +4,7 @@
 
     demo/model/         config.json, model.safetensors, tokenizer.json, a chat template (ChatML)
     demo/chats.jsonl    conversations on the capitals of countries, a JSON object a line
+    demo/coins.jsonl    the same on their currencies, for an adapter
     demo/capitals.yaml  a task of lm-evaluation-harness, whose questions are in demo/questions.jsonl
 """
 
@@ -22,7 +23,17 @@ CAPITALS = {
     "Nepal": "Kathmandu", "Norway": "Oslo", "Peru": "Lima", "Poland": "Warsaw", "Spain": "Madrid",
     "Sweden": "Stockholm",
 }  # fmt: skip
-QUESTIONS = ("What is the capital of {}?", "Name the capital of {}.", "{}: which capital?")
+COINS = {
+    "Brazil": "real", "Canada": "dollar", "Chile": "peso", "Cuba": "peso", "Egypt": "pound",
+    "France": "euro", "India": "rupee", "Iran": "rial", "Iraq": "dinar", "Japan": "yen",
+    "Kenya": "shilling", "Nepal": "rupee", "Norway": "krone", "Peru": "sol", "Poland": "zloty",
+    "Sweden": "krona",
+}  # fmt: skip
+QUESTIONS = (
+    "What is the {thing} of {country}?",
+    "Name the {thing} of {country}.",
+    "{country}: which {thing}?",
+)
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}"
@@ -44,20 +55,21 @@ metric_list: [{{metric: exact_match, aggregation: mean, higher_is_better: true}}
 
 def main(folder: Path) -> None:
     """Write the model, the conversations and the task to a folder."""
-    chats = [
-        {
-            "messages": [
-                {"role": "user", "content": question.format(country)},
-                {"role": "assistant", "content": city},
-            ]
-        }
-        for question in QUESTIONS
-        for country, city in CAPITALS.items()
-    ]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    texts = list[str]()
+    for name, thing, answers in (("chats", "capital", CAPITALS), ("coins", "currency", COINS)):
+        with (folder / f"{name}.jsonl").open("w") as file:
+            for question in QUESTIONS:
+                for country, answer in answers.items():
+                    asked = question.format(thing=thing, country=country)
+                    texts += [asked, answer]
+                    messages = [
+                        {"role": "user", "content": asked},
+                        {"role": "assistant", "content": answer},
+                    ]
+                    file.write(json.dumps({"messages": messages}) + "\n")
     asked = [
-        {"question": QUESTIONS[0].format(country), "answer": city}
+        {"question": QUESTIONS[0].format(thing="capital", country=country), "answer": city}
         for country, city in CAPITALS.items()
     ]
     questions = (folder / "questions.jsonl").resolve()
@@ -68,12 +80,11 @@ def main(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=512,
+        vocab_size=600,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = [message["content"] for chat in chats for message in chat["messages"]]
     tokenizer.train_from_iterator([*texts, "user\nassistant\nsystem\n"], trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"

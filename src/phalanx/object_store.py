@@ -166,7 +166,7 @@ def put(path: Path, content: bytes, *, is_new: bool = False) -> None:
             _ask("pipe_file", path, content, num_bytes=len(content), **options)
         except OSError:
             # The answer to an earlier request may be lost, and stores name the conflict in their
-            # own ways: the content that is there tells whose request came first.
+            # own ways: the content that is there shows whose request came first.
             with suppress(FileNotFoundError):
                 if is_new and _ask("cat_file", path) != content:
                     raise FileExistsError(errno.EEXIST, "exists", address_of(path)) from None
@@ -226,8 +226,9 @@ def listed(folder: Path) -> dict[Path, Mapping[str, Any]]:
     except FileNotFoundError:
         return {}
     start = _store_of(folder)[1].strip("/") + "/"
-    inner = {name: name.strip("/").removeprefix(start) for name in there}
-    return {folder / inner[name]: about for name, about in there.items()}
+    paths = {folder / name.strip("/").removeprefix(start): about for name, about in there.items()}
+    # A name such as a/../../b would lead out of the folder on this host.
+    return {path: about for path, about in paths.items() if ".." not in path.parts}
 
 
 def remove(paths: Iterable[Path]) -> None:

@@ -83,6 +83,13 @@ def save_and_load(address: str) -> dict[str, Any]:
     object_store.put(path, object_store.get(path)[:-1] + b"x")
     with pytest.raises(CheckpointError, match="have another sha256"):
         runs.value_of(manifest.find(run))
+    import fsspec
+
+    store = fsspec.filesystem("memory").store
+    store["/bucket/run/logs/../../../../out"] = store[str(rank_file)]
+    assert object_store.listed(run) and all(
+        ".." not in str(each) for each in object_store.listed(run)
+    )
     return seen
 
 

@@ -153,6 +153,7 @@ CASES = {
         "train --strategy dp4 --nproc 3", "needs 4 ranks, but there are 3", "'dp3' would use them"
     ),
     # The model.
+    "folder to verify": Broken("verify dp2 --train --model /tmp", "no preset '/tmp'", "are demo"),
     "preset": Broken("train --model gpt2-125m", "no preset 'gpt2-125m'", "'gpt2-124m'"),
     "heads that do not divide": Broken(
         "train --shape.num-heads 4 --shape.num-kv-heads 3", "num_heads 4", "num_kv_heads 3"

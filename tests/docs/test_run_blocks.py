@@ -5,6 +5,7 @@ A command runs as it stands; `SMALLER` adds the words that make its run short.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from blocks import BLOCKS, LANGUAGES, NOT_RUN, ROOT, Block
 
+from model_folder import model_folder
 from phalanx.cli.main import main
 from small_run import tokenizer_of
 
@@ -29,6 +31,7 @@ SMALLER = (
     (r"phalanx train .*--resume", "--steps 4 --threads 1"),
     (r"phalanx train .*--script", "--steps 4 --threads 1"),
     (r"phalanx train .*--init", "--data notes --steps 2 --threads 1 --eval-samples 8"),
+    (r"phalanx train --model folder", "--steps 2 --threads 1 --corpus.seq-len 64"),
     (r"phalanx train", f"--data notes --steps 2 --threads 1 --eval-samples 8{TINY}"),
     (r"phalanx verify .*--(script|train)", ""),
     (r"phalanx verify", "--steps 1 --no-three"),
@@ -77,6 +80,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "run.toml").write_text('data = "notes"\nsteps = 3\n')
     (tmp_path / "my.py").write_text(JOB)
     (tmp_path / "loop.py").write_text(LOOP)
+    chat = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "chats.jsonl").write_text(8 * f"{json.dumps({'messages': chat})}\n")
     monkeypatch.chdir(tmp_path)
     for name in ("my", "job", "loop"):  # modules of another test's folder
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -120,6 +125,8 @@ LOOP = next(block.text for block in BLOCKS if block.is_run and "phalanx.init()" 
 def test_the_settings_of_a_run_are_legal(
     command: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if "--model folder" in command:
+        model_folder(place / "folder")
     words = shlex.split(f"{command} {words_of(command)}")[1:]
     assert main([*words, *([] if "--show-config" in words else ["--show-config"])]) == 0
     assert "optimizer.lr" in capsys.readouterr().out
@@ -135,6 +142,8 @@ def test_a_command_runs(
 ) -> None:
     smaller = words_of(command)
     assert smaller is not None
+    if "--model folder" in command:
+        model_folder(place / "folder")
     if re.search(r"runs/|weights\b", command):
         assert main([*shlex.split(FIRST_RUN), *shlex.split(TINY)]) == 0
         shutil.copytree(place / "runs/NAME", place / "weights")

@@ -53,6 +53,8 @@ def test_texts_match_what_constrains_them(client: Client) -> None:
         ({"response_format": {"type": "json_object"}}, r"\{.*\}"),
         ({"response_format": schema}, ""),
         ({"guided_json": json.dumps(POINT)}, ""),
+        ({"structured_outputs": {"json": POINT}}, ""),
+        ({"structured_outputs": {"json_object": True}}, r"\{.*\}"),
     ]
     for seed in (3, 4):
         for field, pattern in fields:
@@ -70,7 +72,7 @@ def test_texts_match_what_constrains_them(client: Client) -> None:
 
 def test_a_vocabulary_that_cannot_spell_the_rest_is_an_error(client: Client) -> None:
     status, answer = client.ask("/v1/chat/completions", {**CHAT, "guided_choice": ["a \u2603"]})
-    assert status == 503 and "the grammar cannot go on: NoExt" in answer["error"]["message"]
+    assert status == 503 and "the grammar cannot continue: NoExt" in answer["error"]["message"]
 
 
 def test_a_broken_constraint_is_refused_with_the_reason(client: Client) -> None:
@@ -165,7 +167,7 @@ def test_masks_of_a_draft_leave_the_state(folder: Path, draft: str, num: int) ->
     matcher = Grammars(tokenizer, [96]).compile("guided_regex", "regex", "ab")
     masks = matcher.masks([token for token in tokenizer.encode(draft).ids if token < 95])
     legal = [[tokenizer.id_to_token(id) for id in mask.nonzero()[:, 0].tolist()] for mask in masks]
-    assert legal == [["a"], ["b"]][:num]
+    assert legal[:2] == [["a"], ["b"]][:num]
     assert [matcher.take(token) for token in tokenizer.encode("ab").ids[-2:]] == [False, True]
     assert matcher.failure is None
 

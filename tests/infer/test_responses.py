@@ -37,7 +37,11 @@ def test_a_response_is_the_chat(client: Client) -> None:
         assert found["usage"]["input_tokens"] == expected["usage"]["prompt_tokens"]
     for wrong, why in (
         ({"previous_response_id": "a"}, "previous_response_id is not supported"),
-        ({"input": [{"type": "function_call"}]}, "input.0 is 'function_call'; expected message"),
+        ({"input": [{"type": "function_call"}]}, "input.0"),
+        ({"input": [5]}, "input.0"),
+        ({"input": [{"role": "user", "content": [5]}]}, "input.0.content.0"),
+        ({"text": {"format": 5}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema"}}}, "json_schema.schema"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input_image"),
         ({"max_output_tokens": 0}, "max_completion_tokens is 0"),
         ({"model": "other"}, "there is no model"),

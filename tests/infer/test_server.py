@@ -386,6 +386,9 @@ FIELDS = (
     *("model", "prompt", "messages", "max_tokens", "temperature", "top_p", "top_k", "min_p"),
     *("seed", "n", "stop", "stream", "stream_options", "logprobs", "echo", "best_of", "suffix"),
     *("logit_bias", "user", "top_logprobs", "max_completion_tokens", "ignore_eos", "other"),
+    *("presence_penalty", "repetition_penalty", "min_tokens", "stop_token_ids", "bad_words"),
+    *("allowed_token_ids", "truncate_prompt_tokens", "prompt_logprobs", "request_id"),
+    *("chat_template_kwargs", "documents", "continue_final_message", "add_special_tokens"),
 )
 
 

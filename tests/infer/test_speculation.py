@@ -14,12 +14,12 @@ from phalanx.infer.options import Sampling
 from phalanx.infer.scheduler import Completion
 from phalanx.infer.speculation import Ngrams
 
-FEW = [GRID[number] for number in (10, 19, 46)]
+FEW = [GRID[number] for number in (10, 31)]
 
 
 @pytest.mark.parametrize(
     ("cases", "num"),
-    [(FEW, 9), pytest.param(GRID, 24, marks=pytest.mark.slow)],
+    [(FEW, 6), pytest.param(GRID[::3], 8, marks=pytest.mark.slow)],
     ids=["few", "all"],
 )
 def test_tokens_are_those_without_speculation(
@@ -28,7 +28,7 @@ def test_tokens_are_those_without_speculation(
     model = copy.deepcopy(twins("llama")[0]).double()
     texts = [(prompt * 3)[:40] for prompt in prompts(num)]
     samplings = [  # greedy, nearly greedy and drawn; of one prompt also two choices
-        Sampling(max_tokens=24, temperature=(0, 0.3, 1)[n % 3], seed=n, logprobs=1)
+        Sampling(max_tokens=16, temperature=(0, 0.3, 1)[n % 3], seed=n, logprobs=1)
         for n in range(num)
     ]
 
@@ -56,7 +56,7 @@ def test_tokens_are_those_without_speculation(
         )  # fmt: skip
         assert tokens == expected
         assert found == pytest.approx(scores, abs=1e-9)
-        assert num_accepted > 20 or budget == 1
+        assert num_accepted > 10 or budget == 1
 
 
 def test_a_draft_continues_the_latest_occurrence() -> None:

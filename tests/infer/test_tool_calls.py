@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from phalanx.infer.grammar import Grammars
 from phalanx.infer.protocol import Function
-from phalanx.infer.tool_calls import FAMILIES, CallParser, family_of, grammar_of
+from phalanx.infer.tool_calls import CALL_FORMATS, CallParser, format_of, grammar_of
 
 TEXTS = [  # format, text, content, calls
     (
@@ -77,7 +77,7 @@ def test_calls_are_parsed_however_the_text_is_cut(
     for number in range(30):
         num = min(draw.randint(0, 9), len(text)) if number else len(text) + 1
         cuts = [0, *sorted(draw.sample(range(len(text) + 1), num)), len(text)]
-        parser = CallParser(FAMILIES[family], ["f", "g"])
+        parser = CallParser(CALL_FORMATS[family], ["f", "g"])
         deltas = [
             delta
             for begin, end in itertools.pairwise(cuts)
@@ -93,18 +93,18 @@ def test_calls_are_parsed_however_the_text_is_cut(
                 name, arguments = found[each["index"]]
                 found[each["index"]] = name, arguments + each["function"]["arguments"]
         assert "".join(delta.get("content", "") for delta in deltas) == content
-        assert found == calls and parser.num_calls == len(calls)
+        assert found == calls and len(parser.calls) == len(calls)
 
 
 def test_a_whole_message_has_all_calls_or_the_first() -> None:
     text = TEXTS[0][1]
-    message = CallParser(FAMILIES["hermes"], ["f"]).whole(text)
+    message = CallParser(CALL_FORMATS["hermes"], ["f"]).whole(text)
     assert message["content"] == "Well."
     assert [each["function"] for each in message["tool_calls"]] == [
         {"name": "f", "arguments": '{"x": "a}\\"{"}'},
         {"name": "g", "arguments": "{}"},
     ]
-    single = CallParser(FAMILIES["hermes"], ["f"], is_single=True).whole(text)
+    single = CallParser(CALL_FORMATS["hermes"], ["f"], is_single=True).whole(text)
     assert [each["function"]["name"] for each in single["tool_calls"]] == ["f"]
 
 
@@ -116,8 +116,8 @@ def test_the_format_is_the_templates() -> None:
         ("{{ messages }} <tool_call>", None),
         ("{{ tools }}", None),
     ):
-        family = family_of(template)
-        assert family == FAMILIES.get(name or "")
+        family = format_of(template)
+        assert family == CALL_FORMATS.get(name or "")
 
 
 FUNCTIONS: list[dict[str, Any]] = [
@@ -128,11 +128,11 @@ FUNCTIONS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, "mistral [ARGS]"])
+@pytest.mark.parametrize("name", [*CALL_FORMATS, "mistral [ARGS]"])
 @pytest.mark.parametrize("is_single", [True, False])
 def test_a_forced_call_is_in_the_format_that_is_parsed(name: str, is_single: bool) -> None:
     pytest.importorskip("llguidance", reason="llguidance is not installed")
-    family, tokenizer = FAMILIES[name.split()[0]], Tokenizer.from_str(ascii_bytes())
+    family, tokenizer = CALL_FORMATS[name.split()[0]], Tokenizer.from_str(ascii_bytes())
     tokenizer.add_special_tokens([family.begin, *name.split()[1:]])
     lark = grammar_of(
         family, [Function(**each) for each in FUNCTIONS], tokenizer, is_single=is_single

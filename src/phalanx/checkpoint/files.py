@@ -23,7 +23,7 @@ from phalanx.storage import PARTIAL, STALE_S, checksum, publish_folder, sync
 def verify(folder: Path, about: Manifest, turn: int = 0, num_turns: int = 1) -> None:
     """Compare files of a checkpoint with the checksums in its manifest.
 
-    Of tensors in an object store only the size: what is read later is compared by blocks.
+    Of tensors in an object store only the size: their blocks are compared when they are read.
 
     The files are split into `num_turns` parts of about equal bytes; this call reads part `turn`.
 

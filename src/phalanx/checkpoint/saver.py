@@ -256,6 +256,7 @@ class Saver:
     def _open(self, save: Save) -> None:
         """Make the folder of a save on this rank, before its file is written."""
         if self._progress.rank == 0:
+            self.upload()  # whoever reads a manifest has the tokenizer and settings, too
             make_partial(save.final, save.partial.name, replaces=save.replaces)
 
     def _publish(self, save: Save, about: Manifest) -> None:
@@ -267,6 +268,16 @@ class Saver:
         self.after_publish(save.final)
         # Before the others are notified, so that an error is raised on every rank.
         remove_older(self.run, self.keep, save.best, moved)
+
+    def upload(self) -> None:
+        """Upload this host's records and settings of a run that has an address.
+
+        Raises:
+            CheckpointError: another process has saved to the run, whose records stay.
+            StoreError: the store failed each time.
+        """
+        if self._progress.rank == 0:
+            self._lock.fence()
         upload_run(self.run)
 
     def _conclude(self, save: Save) -> None:

@@ -240,8 +240,11 @@ class ObjectFile:
             stop = min(start + BLOCK_BYTES, os.fstat(file).st_size)
             os.pwrite(file, get(self._path, start, stop, self._blocks[number]), start)
 
-        with ThreadPoolExecutor(NUM_REQUESTS) as pool:
-            list(pool.map(fetch, needed))
+        try:
+            with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+                list(pool.map(fetch, needed))
+        except FileNotFoundError as error:  # as when the run has removed the checkpoint
+            raise CheckpointError(f"{self._path} is missing") from error
         self._present |= needed
 
     def get_slice(self, name: str, rows: slice = slice(None)) -> Any:

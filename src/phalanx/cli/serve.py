@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from phalanx.config.command_line import read_words
 from phalanx.config.fields import Positional, Range, check_values
 from phalanx.errors import ConfigError, Interrupted
-from phalanx.infer.fields import FIELDS
 from phalanx.infer.options import EngineConfig
+from phalanx.infer.request_fields import FIELDS
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.object_store import path_of
 from phalanx.report.tabular import Table
@@ -69,7 +69,7 @@ class ServeConfig(EngineConfig):
     ssl_keyfile: str | None = None
     """File of the private key for HTTPS."""
     ssl_certfile: str | None = None
-    """File of the certificate for HTTPS, with those of its issuers."""
+    """File of the certificate for HTTPS, with the certificates of its issuers."""
     allowed_origins: list[str] = field(default_factory=list[str])
     """Site whose pages may send requests (CORS), or * for all; may be repeated."""
     access_log: bool = False
@@ -158,6 +158,7 @@ ALIASES: Final[Mapping[str, tuple[str, Mapping[str, str] | None]]] = {
     "model": ("", {}),
     "tensor-parallel-size": ("--strategy", {}),
     "dtype": ("--precision", {**DTYPES, "float": "float32"}),
+    "speculative-config": ("--speculative", {}),
     "max-num-seqs": ("--slots", {}),
     "max-num-batched-tokens": ("--budget", {}),
     "kv-cache-dtype": ("--cache", {"auto": "full", "fp8_e4m3": "fp8"}),

@@ -17,6 +17,7 @@ from phalanx.config.load import Loaded, load_config
 from phalanx.config.validate import check_warmup
 from phalanx.data.addresses import check_data
 from phalanx.errors import ConfigError
+from phalanx.models.registry import shape_of
 from phalanx.report.output import print_json
 from phalanx.report.tabular import Line, Table
 from phalanx.report.terminal import Terminal
@@ -103,6 +104,10 @@ def _checked(config: AnyConfig) -> Strategy:
     from phalanx.train.job.request import choose_strategy
 
     check_values(config)
+    if config.model is not None:
+        shape_of(
+            config.model
+        )  # raises for a folder: the weights compared are small ones of its own
     if isinstance(config, VerifyConfig):  # the training run checks the warm-up of --train
         check_warmup(config.optimizer, config.steps)
     elif is_under_torchrun() and read_rank_env().num_here < read_rank_env().num_ranks:

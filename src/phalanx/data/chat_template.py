@@ -36,6 +36,8 @@ from phalanx.errors import ConfigError
 _START, _END = "phalanx_generation_start", "phalanx_generation_end"
 """Variables of a template that are printed at both ends of a `{% generation %}` block."""
 
+_MARK = "give a template with {% generation %} around its answers by --chat-template FILE"
+
 Span = tuple[int, int]
 """First character of an answer in the text, and the one after its last."""
 
@@ -155,17 +157,19 @@ class ChatTemplate:
                 until = self.render(messages[: turn + 1], tools=tools)
             except ConfigError as error:
                 raise ConfigError(
-                    f"the answer of {name} cannot be found, because {error}"
+                    f"the answer of {name} cannot be found, because {error}; {_MARK}"
                 ) from error
             if not until.startswith(prompt):
                 raise ConfigError(
                     f"{name} does not begin as the chat template's generation prompt says: the "
-                    f"prompt ends {_end(prompt)}, the turn has {_differing(prompt, until)}"
+                    f"prompt ends in {prompt[-24:]!r}, the turn has {_differing(prompt, until)}; "
+                    f"{_MARK}"
                 )
             if not text.startswith(until):
                 raise ConfigError(
                     f"the chat template renders {name} otherwise once turns follow: alone it has "
-                    f"{_differing(text, until)}, with them {_differing(until, text)}"
+                    f"{_differing(text, until)}, with them {_differing(until, text)}; train on the "
+                    f"last answers alone by --corpus.turns last, or {_MARK}"
                 )
             spans.append((len(prompt), len(until)))
         return text, spans
@@ -206,10 +210,6 @@ class ChatTemplate:
                 "the chat template has {% generation %}, but marks nothing of this conversation"
             )
         return chosen
-
-
-def _end(text: str) -> str:
-    return f"in {text[-24:]!r}"
 
 
 def _differing(text: str, other: str) -> str:

@@ -11,10 +11,8 @@ tokens holds whole conversations, which do not see each other:
 from __future__ import annotations
 
 import json
-import os
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -77,7 +75,7 @@ class ChatStats:
         num_tokens: tokens of the conversations, of both files.
         num_cut: conversations that were cut, because they have more than `seq_len` tokens.
         num_left_out: conversations that have no token to train on, or none before the cut.
-        num_endless: answers that no token of their own ends.
+        num_endless: answers that no special token ends.
         longest: tokens of the longest conversation, before a cut.
         opening: messages and tools before the first answer of a conversation, for a sample.
     """
@@ -140,7 +138,7 @@ def prepare_chats(
     source = Corpus(data, corpus.max_bytes, progress or no_progress, has_rows=True)
     cache = cache_folder(corpus.cache)
     text = source.text(cache, is_follower=is_follower)
-    how = (layout, form.template, sorted(form.names.items()), list(form.end_ids), corpus.turns)
+    how = (layout, form.template, sorted(form.names.items()), corpus.turns)
     sizes = (corpus.validation, corpus.seq_len)
     folder = cache / "tokens" / fingerprint("chats", text.digest, used.to_str(), *how, *sizes)
 
@@ -163,7 +161,9 @@ def prepare_chats(
             f"outside of corpus.validation {corpus.validation} has an answer within its first "
             f"corpus.seq_len {corpus.seq_len} tokens"
         )
-    return files
+    assert files.chat is not None, "written above"
+    end_ids = dict.fromkeys([*form.end_ids, *files.chat["end_ids"]])
+    return replace(files, chat=files.chat | {"end_ids": list(end_ids)})
 
 
 def _encode(
@@ -185,7 +185,8 @@ def _encode(
             stack.enter_context(_Packer(folder / name, corpus.seq_len))
             for name in (TRAIN, VALIDATION)
         ]
-        for number, (size, chat, marked, last_ids) in enumerate(encoder.encoded(source)):
+        for number, document in enumerate(source.documents()):
+            chat, marked, last_ids = encoder.encode(document)
             is_validation = number in validation
             longest = max(longest, len(marked))
             counts["cut"] += len(marked) > corpus.seq_len
@@ -204,14 +205,14 @@ def _encode(
             counts["trained"] += num_trained
             counts["tokens"] += len(marked)
             ends.update(last_ids)
-            done_bytes += size
+            done_bytes += len(document.text.encode())
             source.report("encode", done_bytes, num_bytes)
     endless = ends.pop(-1, 0)
     return ChatStats(
         layout=layout,
         template=form.template,
         names=dict(form.names),
-        end_ids=list(dict.fromkeys([*form.end_ids, *sorted(ends)])),
+        end_ids=sorted(ends),
         num_trained=counts["trained"],
         num_tokens=counts["tokens"],
         num_cut=counts["cut"],
@@ -231,40 +232,21 @@ class _Encoder:
         self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
         self._tokenizer.encode_special_tokens = False
         self._tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-        self._added = frozenset(self._tokenizer.get_added_tokens_decoder())
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {id for id, token in added.items() if token.special}
 
-    def encoded(
-        self, source: Corpus
-    ) -> Iterator[tuple[int, Conversation, npt.NDArray[np.uint32], list[int]]]:
-        """Yield bytes, conversation, marked ids, and the ids that end its answers, in order.
+    def encode(self, document: Document) -> tuple[Conversation, npt.NDArray[np.uint32], list[int]]:
+        """Return conversation, marked ids, and the ids that end its answers.
 
-        The id is -1 of an answer that no token of its own ends.
+        The id is -1 of an answer that no special token ends.
         """
-        waiting: deque[Future[Any]] = deque()
-        num_threads = os.cpu_count() or 1
-        with ThreadPoolExecutor(num_threads) as executor:
-            for document in source.documents():
-                waiting.append(executor.submit(self._one, document))
-                if len(waiting) > 16 * num_threads:
-                    yield waiting.popleft().result()
-            while waiting:
-                yield waiting.popleft().result()
-
-    def _one(
-        self, document: Document
-    ) -> tuple[int, Conversation, npt.NDArray[np.uint32], list[int]]:
         row = json.loads(document.text)
         chat = conversation_of(row, self._layout, document.name, self._turns)
         try:
             text, spans = self._template.render_answers(chat.messages, chat.tools, chat.turns)
         except ConfigError as error:
-            raise DataError(
-                f"{document.name}: {error}; give a template with {{% generation %}} around its "
-                "answers by --chat-template FILE, or, if later turns change earlier ones, train on "
-                "the last answers alone by --corpus.turns last"
-            ) from error
-        # Unlike `encode`, which is as exact, this releases the interpreter lock.
-        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)
+            raise DataError(f"{document.name}: {error}") from error
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.uint32)
         marked, last_ids = ids.copy(), list[int]()
         starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
@@ -275,9 +257,9 @@ class _Encoder:
             marked[inside[0] : inside[-1] + 1] |= TRAINED
             spaces = end - start - len(text[start:end].rstrip())
             ending = int(ids[np.flatnonzero((starts < end - spaces) & (ends > start))[-1]])
-            last_ids.append(ending if ending in self._added else -1)
+            last_ids.append(ending if ending in self._special else -1)
         marked[:1] = ids[:1] | OPENS  # nothing precedes the first token, from which it is predicted
-        return len(document.text.encode()), chat, marked, last_ids
+        return chat, marked, last_ids
 
 
 class _Packer:

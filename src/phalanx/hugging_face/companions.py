@@ -186,7 +186,11 @@ def keep_chat(
         family, generation = family_in(source), _read_if_there(_find(source, GENERATION))
     ids["eos_token_id"] = list(end_ids) or None
     contents: dict[str, dict[str, Any]] = {
-        TOKENIZER_CONFIG: {"tokenizer_class": "PreTrainedTokenizerFast", **names},
+        TOKENIZER_CONFIG: {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **{name: token for name, token in names.items() if name.endswith("_token")},
+            "extra_special_tokens": {n: t for n, t in names.items() if not n.endswith("_token")},
+        },
         GENERATION: generation | ids,
         ORIGIN: {"model_type": family, **ids},
     }

@@ -176,7 +176,7 @@ class Answer:
                 all_scores = [*completion.prompt_scores, *scores]
             logprobs = self.scores(completion.number, scored, all_scores)
         reason = completion.finish_reason
-        if reason == "stop" and self._parsers and self._parsers[completion.number].num_calls:
+        if reason == "stop" and self._parsers and self._parsers[completion.number].calls:
             reason = "tool_calls"
         return {
             "index": completion.number,

@@ -59,7 +59,7 @@ from phalanx.infer.protocol import (
 from phalanx.infer.responses import ResponseAnswer, ResponseBody
 from phalanx.infer.scheduler import Completion
 from phalanx.infer.served import Served
-from phalanx.infer.tool_calls import FAMILIES, CallParser, family_of, grammar_of
+from phalanx.infer.tool_calls import CALL_FORMATS, CallParser, format_of, grammar_of
 from phalanx.storage import existing
 
 BODY_TIMEOUT_S: Final = 30.0
@@ -155,7 +155,7 @@ class Gateway:
         names = () if served.adapters is None else served.adapters.names
         self._adapters = {name: number for number, name in enumerate(names, 1)}
         self._chat = Chat(served)
-        self._family = FAMILIES.get(tool_call_parser) or family_of(self._chat.source)
+        self._calls = CALL_FORMATS.get(tool_call_parser) or format_of(self._chat.source)
         self._grammars = Grammars(served.tokenizer, served.end_ids)
         self._watchers: set[asyncio.Task[None]] = set()
         self._ignored: set[str] = set()
@@ -229,10 +229,10 @@ class Gateway:
             )
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         functions, forced = body.functions
-        if functions and self._family is None:
+        if functions and self._calls is None:
             raise RequestError(
                 "tools requires a chat template that renders them in a known format, which the "
-                f"model lacks; --tool-call-parser names the format: {', '.join(FAMILIES)}",
+                f"model lacks; --tool-call-parser names the format: {', '.join(CALL_FORMATS)}",
                 "tools",
             )
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or () if functions]
@@ -257,15 +257,15 @@ class Gateway:
         is_echo = body.echo and last.role == "assistant"  # as in vLLM, of the role of the answer
         echoes = [last.text] * body.num_choices if is_echo else []
         calls = constraint = None
-        if functions and (family := self._family) is not None:
+        if functions and (form := self._calls) is not None:
             names, is_single = [each.name for each in functions], body.parallel_tool_calls is False
-            calls = functools.partial(CallParser, family, names, is_single=is_single)
+            calls = functools.partial(CallParser, form, names, is_single=is_single)
             if forced and body.constraint is not None:
                 field = body.constraint.field
                 raise RequestError(f"{field} and tool_choice exclude each other", "tool_choice")
             if forced:
                 is_single |= body.tool_choice != "required"
-                lark = grammar_of(family, forced, self.served.tokenizer, is_single=is_single)
+                lark = grammar_of(form, forced, self.served.tokenizer, is_single=is_single)
                 constraint = Constraint("tools", "lark", lark)
         return await self._answer(
             *(request, body, [prompt], max_tokens, logprobs, echoes),

@@ -207,12 +207,13 @@ class Engine:
             flat.tokens.extend(tokens[start:stop])
             flat.spans.append(StepSpan(start, stop, list(completion.table.blocks)))
             flat.adapters.append(completion.adapter)
-            for at in range(start, min(stop, len(completion.prompt_scores) - 1)):
-                if completion.prompt_scores[at + 1] is None:
+            scores = completion.prompt_scores
+            for at in range(start, min(stop, len(scores) - 1)) if scores else ():
+                if scores[at + 1] is None:
                     num_top = completion.sampling.prompt_logprobs or 0
                     row = len(flat.tokens) - stop + at
                     flat.scored.append(ScoredRow(row, completion.prompt[at + 1], num_top))
-                    places.append((completion.prompt_scores, at + 1))
+                    places.append((scores, at + 1))
             if part.computes_logits:
                 if completion.grammar is not None:
                     masks |= enumerate(completion.grammar.masks(draft), len(flat.rows))
@@ -254,9 +255,7 @@ class Engine:
         grammar fails.
         """
         stream, sampling, text, reason = completion.stream, completion.sampling, "", None
-        is_first = completion.num_generated == 0
-        prompt_scores = completion.prompt_scores if is_first else ()
-        if token < 0 or any(each and math.isnan(each.logprob) for each in prompt_scores):
+        if token < 0 or (completion.num_generated == 0 and _has_nan(completion.prompt_scores)):
             token, reason = -1, "error"
         elif sampling.max_tokens == 0:
             token, score, reason = -1, None, "length"
@@ -308,3 +307,7 @@ class Engine:
         assert self._load is not None, "this engine does not own its weights"
         self._load(folder)
         self.scheduler.preempt_all()
+
+
+def _has_nan(scores: Sequence[TokenScore | None]) -> bool:
+    return any(each is not None and math.isnan(each.logprob) for each in scores)

@@ -7,11 +7,8 @@ that has a grammar on the first rank; the sampler applies it, and other requests
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
 from typing import Any, Final, Literal, Self
 
 import numpy as np
@@ -41,7 +38,8 @@ class Matcher:
 
     def __init__(self, state: Any) -> None:
         """Wrap an `llguidance.LLMatcher`."""
-        self._state, self.failure = state, None if not state.is_error() else state.get_error()
+        self._state = state
+        self.failure: str | None = state.get_error() or None
 
     def copy(self) -> Self:
         """Return an independent matcher in the same state."""
@@ -49,35 +47,32 @@ class Matcher:
 
     def masks(self, draft: Sequence[int] = ()) -> list[Tensor]:
         """Return whether each id may come next, bool [ids], and again after each legal guess."""
-        state, masks, num_taken = self._state, list[Tensor](), 0
-        for token in (*draft, None):
+        state, masks = self._state, list[Tensor]()
+        num_legal = state.validate_tokens(list(draft)) if draft else 0
+        for token in (*draft[:num_legal], None):
             bits = np.frombuffer(state.compute_bitmask(), np.uint8)
             masks.append(torch.from_numpy(np.unpackbits(bits, bitorder="little")).bool())
-            if token is None or state.try_consume_tokens([token]) == 0:
-                break
-            num_taken += 1
-            if state.is_stopped():
-                break
-        state.rollback(num_taken)
+            if token is not None:
+                state.consume_token(token)
+        state.rollback(num_legal)
         return masks
 
     def take(self, token: int) -> bool:
-        """Go on after `token`, and return whether nothing but the end of the text may follow."""
+        """Take `token` into the state; return whether only the end of the text may follow."""
         state = self._state
         state.consume_token(token)
         if state.is_stopped() and not state.is_accepting():
             why = _brief(state.get_error()) or "the vocabulary has no token that may follow"
-            self.failure = f"the grammar cannot go on: {why}"
+            self.failure = f"the grammar cannot continue: {why}"
         return state.is_stopped()
 
 
 class Grammars:
-    """Compiles the grammars of requests for one tokenizer, and keeps them. Any thread may call."""
+    """Compiles the grammars of requests for one tokenizer, and keeps the latest. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, end_ids: Sequence[int]) -> None:
         self._tokenizer, self._end_ids = tokenizer, list(end_ids)
-        self._compiled: OrderedDict[tuple[Kind, str], Matcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compile = lru_cache(MOST_GRAMMARS)(self._compiled)
 
     def compile(self, field: str, kind: Kind, text: str) -> Matcher:
         """Return the matcher of a constraint, before the first token; copy it for each completion.
@@ -85,39 +80,32 @@ class Grammars:
         `field` is the field of the request that has the constraint.
 
         Raises:
-            ConfigError: the constraint is invalid or uses what is not supported, or llguidance is
-                not installed.
+            ConfigError: the constraint is invalid or not supported, or llguidance is not installed.
         """
         try:
-            import llguidance
+            matcher = self._compile(kind, text)
+            if matcher.failure is None and not matcher.copy().masks()[0].any():
+                matcher.failure = "no token of the vocabulary can begin the text"
         except ImportError:
             raise ConfigError(
                 f"{field} needs llguidance, which is not installed: "
                 "pip install 'phalanx-train[serve]'"
             ) from None
-        with self._lock:
-            if (matcher := self._compiled.get((kind, text))) is not None:
-                self._compiled.move_to_end((kind, text))
-                return matcher
-        new = llguidance.LLMatcher
-        try:
-            if kind == "json":
-                source = new.grammar_from_json_schema(text, defaults=WHITESPACE)
-            else:
-                source = llguidance.grammar_from(kind, text)
         except ValueError as error:
             raise ConfigError(f"{field} is invalid: {_brief(str(error))}") from None
-        limits = llguidance.LLParserLimits(verbose_errors=False)
-        matcher = Matcher(new(self._vocabulary, source, log_level=0, limits=limits))
-        if matcher.failure is None and not matcher.masks()[0].any():
-            matcher.failure = "no token of the vocabulary can begin the text"
         if matcher.failure is not None:
             raise ConfigError(f"{field} is invalid: {_brief(matcher.failure)}")
-        with self._lock:
-            self._compiled[kind, text] = matcher
-            if len(self._compiled) > MOST_GRAMMARS:
-                self._compiled.popitem(last=False)
         return matcher
+
+    def _compiled(self, kind: Kind, text: str) -> Matcher:
+        import llguidance
+
+        matcher, limits = llguidance.LLMatcher, llguidance.LLParserLimits(verbose_errors=False)
+        if kind == "json":
+            source = matcher.grammar_from_json_schema(text, defaults=WHITESPACE)
+        else:
+            source = llguidance.grammar_from(kind, text)
+        return Matcher(matcher(self._vocabulary, source, log_level=0, limits=limits))
 
     @cached_property
     def _vocabulary(self) -> Any:
@@ -127,28 +115,15 @@ class Grammars:
         tokenizer, ids = self._tokenizer, self._tokenizer.get_vocab(with_added_tokens=True).values()
         end_ids = self._end_ids or [max(ids) + 1]  # no token of the model: never sampled
         added = tokenizer.get_added_tokens_decoder()
-        is_special = {id for id, token in added.items() if token.special} | set(end_ids)
-        vocabulary = _Vocabulary(
-            [bytes_of(tokenizer, id) for id in range(max(*ids, *end_ids) + 1)],
-            sorted(is_special),
-            end_ids[0],
-            lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
-        )
+
+        def encode(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=False).ids
+
+        vocabulary: Any = encode
+        vocabulary.tokens = [bytes_of(tokenizer, id) for id in range(max(*ids, *end_ids) + 1)]
+        vocabulary.special_token_ids = [*end_ids, *(id for id in added if added[id].special)]
+        vocabulary.eos_token_id, vocabulary.bos_token_id = end_ids[0], None
         return LLTokenizer(TokenizerWrapper(vocabulary), eos_token=end_ids)
-
-
-@dataclass
-class _Vocabulary:
-    """What `llguidance.TokenizerWrapper` reads of a tokenizer."""
-
-    tokens: list[bytes]
-    special_token_ids: list[int]
-    eos_token_id: int
-    encode: Callable[[str], list[int]]
-    bos_token_id: int | None = None
-
-    def __call__(self, text: str) -> list[int]:
-        return self.encode(text)
 
 
 def _brief(message: str) -> str:

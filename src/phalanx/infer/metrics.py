@@ -62,6 +62,8 @@ class ServerMetrics(Collector):
             "prefix_hit_tokens_total": scheduler.num_cached_tokens,
             "computed_tokens_total": counts.computed_tokens,
             "generated_tokens_total": counts.generated_tokens,
+            "guessed_tokens_total": counts.guessed_tokens,
+            "accepted_tokens_total": counts.accepted_tokens,
             "steps_total": counts.steps,
             "preemptions_total": scheduler.num_preemptions,
             "evicted_blocks_total": pool.num_evicted,

@@ -1,6 +1,6 @@
 """Bodies of HTTP requests in the format of OpenAI's API: parse and validate.
 
-The table of `fields.py` lists the fields that are refused, and their values without effect.
+The table of `request_fields.py` lists the fields that are refused, and their values without effect.
 `SamplingSettings` declares the legal values of a sampling option, once.
 """
 
@@ -29,7 +29,6 @@ from typing_extensions import override
 
 from phalanx.config.fields import Range, check_value, settings, value_at
 from phalanx.errors import ConfigError
-from phalanx.infer.fields import neutral_of
 from phalanx.infer.grammar import Kind
 from phalanx.infer.options import (
     MAX_LOGPROBS,
@@ -38,6 +37,7 @@ from phalanx.infer.options import (
     SamplingSettings,
     about_field,
 )
+from phalanx.infer.request_fields import neutral_of
 
 if TYPE_CHECKING:
     from phalanx.infer.served import Served
@@ -89,9 +89,10 @@ class Body(BaseModel):
         if not isinstance(values, dict):
             return values
         unknown: set[str] | None = info.context
+        known = {field.alias or name for name, field in cls.model_fields.items()}
 
         def is_kept(name: str, value: Any) -> bool:
-            if name in cls.model_fields:
+            if name in known:
                 return True
             if value is None:
                 return False
@@ -124,18 +125,15 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, Any] | None = None
 
-    @model_validator(mode="after")
-    def _has_schema(self) -> Self:
-        if self.type == "json_schema" and not isinstance(self.schema_of, dict):
-            raise ValueError("type json_schema requires json_schema.schema, an object")
-        return self
-
     @property
     def schema_of(self) -> Any:
         """The schema; None for any text."""
-        if self.type == "json_object":
-            return {"type": "object"}
-        return (self.json_schema or {}).get("schema") if self.type == "json_schema" else None
+        if self.type != "json_schema":
+            return {"type": "object"} if self.type == "json_object" else None
+        if not isinstance(schema := (self.json_schema or {}).get("schema"), dict):
+            why = "response_format of type json_schema requires json_schema.schema, an object"
+            raise RequestError(why, "response_format")
+        return schema
 
 
 class StructuredOutputs(Body):
@@ -183,7 +181,7 @@ class GenerationBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = None
     allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1)] = None
     bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
     stop_token_ids: TokenIds | None = None
@@ -240,18 +238,18 @@ class GenerationBody(Body):
         Raises:
             RequestError: several fields say so.
         """
-        outputs = self.structured_outputs or StructuredOutputs()
+        outputs, form = self.structured_outputs or StructuredOutputs(), self.response_format
+        is_object, newer = outputs.json_object, "structured_outputs"
         values: list[tuple[str, Kind, Any]] = [
-            ("response_format", "json", self.response_format and self.response_format.schema_of),
+            ("response_format", "json", form and form.schema_of),
             ("guided_json", "json", self.guided_json),
             ("guided_regex", "regex", self.guided_regex),
             ("guided_choice", "choice", self.guided_choice),
             ("guided_grammar", "grammar", self.guided_grammar),
-            ("structured_outputs", "json", outputs.json_),
-            ("structured_outputs", "json", {"type": "object"} if outputs.json_object else None),
-            ("structured_outputs", "regex", outputs.regex),
-            ("structured_outputs", "choice", outputs.choice),
-            ("structured_outputs", "grammar", outputs.grammar),
+            (newer, "json", {"type": "object"} if is_object else outputs.json_),
+            (newer, "regex", outputs.regex),
+            (newer, "choice", outputs.choice),
+            (newer, "grammar", outputs.grammar),
         ]
         values = [each for each in values if each[2] is not None]
         if not values:
@@ -394,7 +392,9 @@ class CompletionBody(GenerationBody):
 class MessagePart(Body):
     """A content part of a message; only text parts are supported."""
 
-    type: Literal["text"]
+    neutral = {"annotations": None, "logprobs": None}
+
+    type: Literal["text", "input_text", "output_text"]  # in chats; in the input of responses
     text: str
 
 
@@ -456,11 +456,11 @@ class Message(Body):
     def for_template(self) -> dict[str, Any]:
         """Return the message for a chat template; as in transformers, without fields of None."""
         fields = self.model_dump(exclude_none=True)
-        if not fields.get("tool_calls", True):
-            del fields["tool_calls"]
         for call in fields.get("tool_calls", ()):  # templates expect objects, clients send texts
             with suppress(ValueError):
                 call["function"]["arguments"] = json.loads(call["function"].get("arguments", "{}"))
+        if fields.get("tool_calls") == []:
+            del fields["tool_calls"]
         return fields if self.content is None else fields | {"content": self.text}
 
 
@@ -504,7 +504,7 @@ class ChatBody(GenerationBody):
 
     @property
     def functions(self) -> tuple[list[Function], list[Function]]:
-        """The functions that the model may call, and those of which it has to call one.
+        """The functions that the model may call, and the ones of which it has to call one.
 
         Raises:
             RequestError: `tool_choice` requires a function that is not among the tools.

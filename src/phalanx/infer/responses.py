@@ -5,23 +5,52 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, ClassVar, Final, cast
+from typing import Annotated, Any, ClassVar, Final, Literal
 
+from pydantic import Discriminator, Field, Tag
 from starlette.requests import ClientDisconnect
 
 from phalanx.infer.answers import envelope, usage_of
 from phalanx.infer.engine import EngineFailed, Piece
-from phalanx.infer.options import RequestError
-from phalanx.infer.protocol import Body, ChatBody, parse
+from phalanx.infer.protocol import MAX_MESSAGES, Body, ChatBody, Message, ResponseFormat, Text
 from phalanx.infer.scheduler import Completion
 
+Neutral = Mapping[str, tuple[Any, ...] | None]
 TEXT: Final[dict[str, Any]] = {"type": "output_text", "text": "", "annotations": []}
+
+
+class InputMessage(Message):
+    """A message of the input."""
+
+    neutral: ClassVar[Neutral] = {
+        **Message.neutral,
+        "type": ("message",),
+        "id": None,
+        "status": None,
+    }
+
+
+class TextFormat(Body):
+    """What the text has to match."""
+
+    neutral: ClassVar[Neutral] = dict.fromkeys(("name", "description", "strict"))
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
+class TextOptions(Body):
+    """Options of the text."""
+
+    neutral: ClassVar[Neutral] = {"verbosity": None}
+
+    format: TextFormat = TextFormat(type="text")
 
 
 class ResponseBody(Body):
     """The body of `/v1/responses`."""
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...] | None]] = {
+    neutral: ClassVar[Neutral] = {
         **dict.fromkeys(("metadata", "parallel_tool_calls", "reasoning", "service_tier", "store")),
         **dict.fromkeys(("prompt_cache_key", "safety_identifier", "stream_options", "user")),
         **dict.fromkeys(("conversation", "previous_response_id", "prompt"), ()),
@@ -33,52 +62,36 @@ class ResponseBody(Body):
     }
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: Annotated[
+        Text
+        | Annotated[list[InputMessage], Field(min_length=1, max_length=MAX_MESSAGES), Tag("list")],
+        Discriminator(lambda value: "list" if isinstance(value, list) else "text"),
+    ]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = None
-    text: dict[str, Any] | None = None
+    text: TextOptions = TextOptions()
 
     @property
     def chat(self) -> ChatBody:
-        """The same request as a chat.
-
-        Raises:
-            RequestError: the chat is invalid, or the input has items other than messages.
-        """
-        items = self.input
-        if isinstance(items, str):
-            items = [{"role": "user", "content": items}]
-        messages: list[dict[str, Any]] = []
-        if self.instructions is not None:
-            messages.append({"role": "system", "content": self.instructions})
-        for number, item in enumerate(items):
-            if item.get("type", "message") != "message":
-                raise RequestError(
-                    f"input.{number} is {item['type']!r:.99}; expected message", "input"
-                )
-            content: Any = item.get("content")
-            if isinstance(content, list):
-                content = [
-                    {"type": "text", "text": part["text"]}
-                    if part.get("type") in ("input_text", "output_text")
-                    else part
-                    for part in cast("list[dict[str, Any]]", content)
-                ]
-            messages.append({"role": item.get("role"), "content": content})
-        form: dict[str, Any] = (self.text or {}).get("format", {"type": "text"})
-        fields = {
-            "model": self.model,
-            "messages": messages,
-            "response_format": {"type": form.get("type"), "json_schema": form},
-            "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "stream": self.stream,
-        }
-        return parse(ChatBody, json.dumps(fields).encode())
+        """The same request as a chat."""
+        system = (
+            [] if (text := self.instructions) is None else [Message(role="system", content=text)]
+        )
+        input = self.input
+        messages = [Message(role="user", content=input)] if isinstance(input, str) else input
+        form = self.text.format
+        return ChatBody(
+            model=self.model,
+            messages=[*system, *messages],
+            response_format=ResponseFormat(type=form.type, json_schema={"schema": form.schema_}),
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            stream=self.stream,
+        )
 
 
 class ResponseAnswer:
@@ -91,7 +104,7 @@ class ResponseAnswer:
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the non-streaming response; the completion must have finished."""
-        (completion,) = completions
+        completion = completions[0]
         is_whole, usage = completion.finish_reason != "length", usage_of(completions)
         status = "completed" if is_whole else "incomplete"
         message = self._message(status, {**TEXT, "text": completion.text})
@@ -107,10 +120,9 @@ class ResponseAnswer:
         }
 
     def _response(self, status: str, *output: dict[str, Any]) -> dict[str, Any]:
-        fields = self._body.model_dump(exclude={"model", "input", "stream", "text"})
-        neutral = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}
-        more = {"text": self._body.text or {"format": {"type": "text"}}, "error": None}
-        return {**self._about, **fields, **neutral, **more, "status": status, "output": output}
+        fields = self._body.model_dump(exclude={"model", "input", "stream"}, by_alias=True)
+        neutral = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "error": None}
+        return {**self._about, **fields, **neutral, "status": status, "output": output}
 
     def _message(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
         about = {"type": "message", "id": self._message_id, "role": "assistant"}

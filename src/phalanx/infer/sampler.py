@@ -99,10 +99,12 @@ def choose(
         for row, token in zip(drawn, choices, strict=True):
             tokens[row] = token
     scores: list[TokenScore | None] = [None] * len(tokens)
-    for row, sampling in enumerate(samplings):
-        if sampling.logprobs is not None and tokens[row] >= 0:
-            wanted = [tokens[row]], [sampling.logprobs]
-            (scores[row],) = scores_of_rows(scored_NV[row : row + 1], *wanted, num_ids)
+    nums = {n: s.logprobs for n, s in enumerate(samplings) if s.logprobs is not None}
+    if rows := [row for row in nums if tokens[row] >= 0]:
+        chosen, tops = [tokens[row] for row in rows], [nums[row] for row in rows]
+        found = scores_of_rows(scored_NV[rows], chosen, tops, num_ids)
+        for row, score in zip(rows, found, strict=True):
+            scores[row] = score
     return tokens, scores
 
 

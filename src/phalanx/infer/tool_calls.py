@@ -1,6 +1,6 @@
 r"""Calls of tools in the text of a chat: parse them as they arrive, or constrain a text to them.
 
-A model writes calls in the format of its family, which its chat template has taught it:
+A model writes calls in the format of its form, which its chat template has taught it:
 
     hermes        <tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>      also Qwen
     llama3_json   {"name": "f", "parameters": {"x": 1}}; {"name": ...                 the whole text
@@ -12,13 +12,13 @@ The names of the formats are vLLM's.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from secrets import token_hex
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from tokenizers import Tokenizer
 
@@ -27,7 +27,7 @@ from phalanx.infer.protocol import Function
 
 
 @dataclass(frozen=True)
-class Family:
+class CallFormat:
     """Format of calls.
 
     Attributes:
@@ -46,21 +46,21 @@ class Family:
     is_bare: bool = False
 
 
-HERMES = Family("<tool_call>", "</tool_call>", "arguments", "\n", "<tool_call>")
-MISTRAL = Family("[TOOL_CALLS]", "", "arguments", ", ", "[TOOL_CALLS]")
-LLAMA = Family("<|python_tag|>", "", "parameters", "; ", '"parameters"', is_bare=True)
-FAMILIES: Final = {"hermes": HERMES, "mistral": MISTRAL, "llama3_json": LLAMA}
+HERMES = CallFormat("<tool_call>", "</tool_call>", "arguments", "\n", "<tool_call>")
+MISTRAL = CallFormat("[TOOL_CALLS]", "", "arguments", ", ", "[TOOL_CALLS]")
+LLAMA = CallFormat("<|python_tag|>", "", "parameters", "; ", '"parameters"', is_bare=True)
+CALL_FORMATS: Final = {"hermes": HERMES, "mistral": MISTRAL, "llama3_json": LLAMA}
 """Value of the setting `tool_call_parser` -> format."""
 
 
-def family_of(template: str) -> Family | None:
+def format_of(template: str) -> CallFormat | None:
     """Return the first format whose sign is in a chat template; None if it renders no tools."""
-    families = FAMILIES.values() if re.search(r"\btools\b", template) else ()
+    families = CALL_FORMATS.values() if re.search(r"\btools\b", template) else ()
     return next((each for each in families if each.sign in template), None)
 
 
 HEAD: Final = re.compile(
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*'
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([^"\\]+)"\s*,\s*'
     r'"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 """The usual beginning of a call, after which its arguments are streamed."""
@@ -68,196 +68,107 @@ HEAD: Final = re.compile(
 NAMED: Final = re.compile(r"([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")
 """The beginning of a call in Mistral's later format."""
 
-Deltas = Generator[dict[str, Any] | None]
-"""Deltas of a choice; None where more text is needed."""
+MARKS: Final = re.compile(r'"(?:[^"\\]|\\.)*"?|[{}\[\]]')
 
 
-@dataclass
-class _Extent:
-    """Finds the end of a JSON object whose text arrives in parts."""
+def end_of(text: str, begin: int) -> int | None:
+    """Return the end of the JSON object at `begin`; None if the text ends before it."""
+    depth = 0
+    for mark in MARKS.finditer(text, begin):
+        depth += (mark[0] in "{[") - (mark[0] in "}]")
+        if depth == 0:
+            return mark.end()
+    return None
 
-    depth: int = 0
-    in_string: bool = False
-    is_escaped: bool = False
 
-    def end(self, text: str) -> int | None:
-        """Return the length of the part of `text` that is in the object; None if all is."""
-        for number, letter in enumerate(text):
-            if self.in_string:
-                if self.is_escaped or letter == "\\":
-                    self.is_escaped = not self.is_escaped
-                elif letter == '"':
-                    self.in_string = False
-            elif letter == '"':
-                self.in_string = True
-            elif letter in "{[":
-                self.depth += 1
-            elif letter in "}]":
-                self.depth -= 1
-                if self.depth <= 0:
-                    return number + 1
-        return None
+def split(
+    text: str, form: CallFormat, names: Sequence[str], *, is_last: bool
+) -> tuple[str, list[tuple[str, str]]]:
+    """Return the content of a text and its calls so far, as (name, arguments in JSON).
+
+    Text that is no call in the format is content, and text after a call is left out. A longer text
+    only appends to the results, until the text `is_last`.
+    """
+    begin, start, calls = form.begin, text.find(form.begin), list[tuple[str, str]]()
+    is_bare = form.is_bare and text.lstrip()[:1] in ("{", "")
+    if start < 0 and not is_bare:
+        if is_last:
+            return text, []
+        # `an answer \n<tool_`: the whitespace and the beginning of a call are held back.
+        num = next(n for n in range(len(begin) - 1, -1, -1) if text.endswith(begin[:n]))
+        return text[: len(text) - num].rstrip(), []
+    content, at = text[: max(start, 0)].rstrip(), 0 if is_bare else start
+    marks = "|".join(re.escape(mark) for mark in (begin, form.end) if mark)
+    skipped = re.compile(rf"(?:{marks}|[\s,;\[\]])+")
+    while True:
+        if (between := skipped.match(text, at)) is not None:
+            at = between.end()
+        end = end_of(text, at) if text[at : at + 1] == "{" else None
+        head = HEAD.match(text, at)
+        if head is not None and (not is_bare or head[1] in names):
+            calls.append((head[1], text[head.end() : end_of(text, head.end())]))
+        elif not form.end and (named := NAMED.match(text, at)) is not None:
+            end = end_of(text, named.end())
+            calls.append((named[1], text[named.end() : end]))
+        elif end is not None:  # such as arguments before the name
+            try:
+                call = json.loads(text[at:end])
+                name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
+                if is_bare and name not in names:
+                    raise ValueError(name)
+            except (KeyError, RecursionError, ValueError):
+                return (content, calls) if calls else (text, [])
+            calls.append(
+                (str(name), arguments if isinstance(arguments, str) else json.dumps(arguments))
+            )
+        else:
+            is_junk = is_last or (form.end and text[at : at + 1] not in ("", "{", "<"))
+            return (text, []) if is_junk and not calls else (content, calls)
+        if end is None:
+            return content, calls
+        at = end
 
 
 class CallParser:
-    """Splits the text of one choice into the deltas of OpenAI's stream: content and calls.
+    """Splits the text of one choice into the deltas of OpenAI's stream: content and calls."""
 
-    Text that is no call in the format stays content.
-
-    Attributes:
-        num_calls: number of calls so far.
-    """
-
-    def __init__(self, family: Family, names: Sequence[str], *, is_single: bool = False) -> None:
+    def __init__(self, form: CallFormat, names: Sequence[str], *, is_single: bool = False) -> None:
         """Create a parser; if `is_single` it leaves out all calls but the first.
 
         A text without the format's `begin` is a call only if it calls one of `names`.
         """
-        self._family, self._names, self._is_single = family, names, is_single
-        self.num_calls = 0
-        self._rest, self._is_last = "", False
-        self._deltas = self._text()
+        self._form, self._names, self._most = form, names, 1 if is_single else None
+        self._text, self._content = "", ""
+        self.calls: list[dict[str, Any]] = []
 
     def take(self, text: str, *, is_last: bool = False) -> list[dict[str, Any]]:
         """Return the deltas that are decided after more text."""
-        self._rest += text
-        self._is_last = is_last
-        deltas = iter(partial(next, self._deltas, None), None)
-        return [
-            each
-            for each in deltas
-            if "content" in each or not (self._is_single and each["tool_calls"][0]["index"])
-        ]
+        self._text += text
+        content, calls = split(self._text, self._form, self._names, is_last=is_last)
+        new, self._content = content[len(self._content) :], content
+        deltas: list[dict[str, Any]] = [{"content": new}] if new else []
+        for index, (name, arguments) in enumerate(calls[: self._most]):
+            if index == len(self.calls):
+                # Mistral's templates accept ids of nine letters and digits alone.
+                id = token_hex(5)[:9] if self._form is MISTRAL else f"call_{token_hex(12)}"
+                call = {"id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+                self.calls.append(copy.deepcopy(call))
+                deltas.append({"tool_calls": [{"index": index, **call}]})
+            function = self.calls[index]["function"]
+            if part := arguments[len(function["arguments"]) :]:
+                function["arguments"] = arguments
+                deltas.append({"tool_calls": [{"index": index, "function": {"arguments": part}}]})
+        return deltas
 
     def whole(self, text: str) -> dict[str, Any]:
         """Return the content and calls of a whole text, as fields of a message."""
-        content, calls = "", list[dict[str, Any]]()
-        for delta in self.take(text, is_last=True):
-            content += delta.get("content", "")
-            for each in delta.get("tool_calls", ()):
-                if "id" in each:
-                    calls.append({name: each[name] for name in ("id", "type", "function")})
-                else:
-                    calls[-1]["function"]["arguments"] += each["function"]["arguments"]
-        return {"content": content or None, "tool_calls": calls} if calls else {"content": content}
-
-    def _text(self) -> Deltas:
-        """Yield the deltas of the whole text."""
-        begin = self._family.begin
-        while self._family.is_bare and not self._rest.strip() and not self._is_last:
-            yield None
-        if self._family.is_bare and self._rest.lstrip().startswith("{"):
-            yield from self._calls("")
-        while True:
-            if (at := self._rest.find(begin)) >= 0:
-                if content := self._rest[:at].rstrip():
-                    yield {"content": content}
-                self._rest = self._rest[at + len(begin) :]
-                yield from self._calls(begin)
-                continue
-            # `an answer \n<tool_`: the whitespace and the beginning of a call are held back.
-            end = len(self._rest)
-            if not self._is_last:
-                end -= next(
-                    n for n in range(len(begin) - 1, -1, -1) if self._rest.endswith(begin[:n])
-                )
-                end = len(self._rest[:end].rstrip())
-            if content := self._rest[:end]:
-                self._rest = self._rest[end:]
-                if content.strip() or self.num_calls == 0:
-                    yield {"content": content}
-            yield None
-
-    def _calls(self, begin: str) -> Deltas:
-        """Yield the deltas of calls, after `begin`, up to their end."""
-        family = self._family
-        while True:
-            self._rest = rest = self._rest.lstrip(" \t\r\n,;")
-            if family.end and rest.startswith(family.end):
-                self._rest = rest[len(family.end) :]
-                return
-            if rest.startswith(family.begin):
-                self._rest = rest[len(family.begin) :]
-            elif family.begin.startswith(rest) or family.end.startswith(rest):
-                if self._is_last:
-                    self._rest = ""
-                yield None
-            elif rest[0] in "[]":
-                self._rest = rest[1:]
-            elif rest[0] == "{":
-                if not (yield from self._call(begin)):
-                    return
-            elif (named := NAMED.match(rest)) is not None and not family.end:
-                self._rest = rest[named.end() :]
-                yield from self._arguments(named[1])
-            elif "{" in rest or family.end or not begin or self._is_last:
-                self._rest = ""
-                yield {"content": begin + rest}
-                return
-            else:
-                yield None
-
-    def _call(self, begin: str) -> Generator[dict[str, Any] | None, None, bool]:
-        """Yield the deltas of one call, an object; return whether it was one."""
-        extent, num_read = _Extent(), 0
-        while True:
-            head = HEAD.match(self._rest)
-            if head is not None and (begin or json.loads(head[1]) in self._names):
-                self._rest = self._rest[head.end() :]
-                yield from self._arguments(json.loads(head[1]))
-                extent = _Extent(depth=1)
-                while (end := extent.end(self._rest)) is None and not self._is_last:
-                    self._rest = ""
-                    yield None
-                self._rest = self._rest[end or len(self._rest) :]  # after the brace of the call
-                return True
-            # Such as arguments before the name: the call is read once it is whole.
-            end = extent.end(self._rest[num_read:])
-            if end is not None or self._is_last:
-                end = len(self._rest) if end is None else num_read + end
-                text, rest = self._rest[:end], self._rest[end:]
-                try:
-                    call = cast("dict[str, Any]", json.loads(text))
-                    name, arguments = (
-                        call["name"],
-                        call.get("arguments", call.get("parameters", {})),
-                    )
-                    is_call = isinstance(name, str) and (bool(begin) or name in self._names)
-                except (AttributeError, KeyError, TypeError, ValueError):
-                    name, arguments, is_call = "", "", False
-                if is_call:
-                    self._rest = arguments if isinstance(arguments, str) else json.dumps(arguments)
-                    yield from self._arguments(name)
-                else:
-                    yield {"content": begin + text}
-                self._rest = rest
-                return is_call
-            num_read = len(self._rest)
-            yield None
-
-    def _arguments(self, name: str) -> Deltas:
-        """Yield the deltas of a call whose arguments begin here."""
-        index, extent, end = self.num_calls, _Extent(), None
-        self.num_calls += 1
-        # Mistral's templates accept ids of nine letters and digits alone.
-        id = token_hex(5)[:9] if self._family is MISTRAL else f"call_{token_hex(12)}"
-        call = {"id": id, "type": "function", "function": {"name": name, "arguments": ""}}
-        yield {"tool_calls": [{"index": index, **call}]}
-        while end is None:
-            end = extent.end(self._rest)
-            num = len(self._rest) if end is None else end
-            if num:
-                part = {"arguments": self._rest[:num]}
-                yield {"tool_calls": [{"index": index, "function": part}]}
-            self._rest = self._rest[num:]
-            if end is None:
-                if self._is_last:
-                    return
-                yield None
+        self.take(text, is_last=True)
+        calls = {"content": self._content or None, "tool_calls": self.calls}
+        return calls if self.calls else {"content": self._content}
 
 
 def grammar_of(
-    family: Family, functions: Sequence[Function], tokenizer: Tokenizer, *, is_single: bool
+    form: CallFormat, functions: Sequence[Function], tokenizer: Tokenizer, *, is_single: bool
 ) -> str:
     """Return the Lark grammar of one call of functions, or of several if not `is_single`."""
 
@@ -266,8 +177,8 @@ def grammar_of(
         added = None if id is None else tokenizer.get_added_tokens_decoder().get(id)
         return f"<[{id}]>" if added is not None and added.special else json.dumps(text)
 
-    begin = literal(family.begin)
-    has_names = family is MISTRAL and tokenizer.token_to_id("[ARGS]") is not None
+    begin = literal(form.begin)
+    has_names = form is MISTRAL and tokenizer.token_to_id("[ARGS]") is not None
     rules, calls = list[str](), list[str]()
     for number, function in enumerate(functions):
         schema = function.parameters or {"type": "object", "properties": {}}
@@ -275,12 +186,12 @@ def grammar_of(
         if has_names:
             call = f"{begin} {json.dumps(function.name)} {literal('[ARGS]')} a{number}"
         else:
-            head = f'{{"name": "{function.name}", "{family.arguments}": '
+            head = f'{{"name": "{function.name}", "{form.arguments}": '
             call = f'{json.dumps(head)} a{number} "}}"'
-            call = f'{begin} "\\n" {call} "\\n" {literal(family.end)}' if family.end else call
+            call = f'{begin} "\\n" {call} "\\n" {literal(form.end)}' if form.end else call
         calls.append(call)
-    several = "call+" if has_names else f"call ({json.dumps(family.between)} call)*"
+    several = "call+" if has_names else f"call ({json.dumps(form.between)} call)*"
     start = "call" if is_single else several
-    if family is MISTRAL and not has_names:
+    if form is MISTRAL and not has_names:
         start = f'{begin} "[" {start} "]"'
     return "\n".join([f"start: {start}", f"call: {' | '.join(calls)}", *rules])

@@ -57,6 +57,12 @@ def rebind(optimizer: torch.optim.Optimizer, before: Names, model: nn.Module) ->
         optimizer.state[new] = {key: _split(value, new) for key, value in state.items()}
 
 
+def split_state(optimizer: torch.optim.Optimizer) -> None:
+    """Cut a whole state, as it was loaded, to this rank's shards of the parameters."""
+    for parameter, state in cast("dict[nn.Parameter, Any]", optimizer.state).items():
+        optimizer.state[parameter] = {key: _split(value, parameter) for key, value in state.items()}
+
+
 def check_kind(
     optimizer: torch.optim.Optimizer, parameters: Collection[nn.Parameter], where: str
 ) -> None:

@@ -38,7 +38,6 @@ from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.measure.peaks import Arithmetic
 from phalanx.measure.utilization import CountedFlops
 from phalanx.models.decoder import Head
-from phalanx.object_store import upload_run
 from phalanx.parallel.accumulate import Runner
 from phalanx.parallel.compression.chosen import compress
 from phalanx.parallel.plan import Plan
@@ -357,7 +356,7 @@ class Session(ABC):
     def __exit__(self, *error: Any) -> None:
         ends = ExitStack()
         if self.is_first or (is_under_torchrun() and read_rank_env().local_rank == 0):
-            ends.callback(upload_run, self.out)
+            ends.callback(self.saver.upload)
         ends.callback(self.close)
         ends.push(self.saver)
         if self.in_memory is not None:

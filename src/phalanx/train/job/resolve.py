@@ -156,7 +156,8 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
     }
     if start is not None:  # so that the run's settings file can still start the run from scratch
         is_own = config.tokenizer is None and config.corpus.vocab_size is None
-        for key in ("init", *(("tokenizer", "corpus.vocab_size") if is_own else ())):
+        own = ("tokenizer", "corpus.vocab_size", "chat_template") if is_own else ()
+        for key in ("init", *own):
             settled[key] = start.about.settings.get(key)
     known: dict[str, Any] = {**vars(request), "config": request.settings(**settled)}
     return Job(**known, num_steps=num_steps, tokens=tokens, samples=samples, order=order, out=out)

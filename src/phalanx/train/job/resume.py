@@ -318,8 +318,8 @@ def stream_of(config: TrainConfig, tokens: TokenFiles) -> dict[str, Any]:
 
 def chat_digest(chat: Mapping[str, Any], config: TrainConfig) -> str:
     """Return a hash of how conversations become rows: format, answers trained on, row length."""
-    names = ("layout", "template", "names")
-    return fingerprint(*(chat[name] for name in names), config.corpus.turns, config.corpus.seq_len)
+    names, corpus = sorted(chat["names"].items()), config.corpus
+    return fingerprint(chat["layout"], chat["template"], names, corpus.turns, corpus.seq_len)
 
 
 def has_new_length(config: TrainConfig, about: Manifest) -> bool:

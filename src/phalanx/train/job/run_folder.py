@@ -97,7 +97,6 @@ def claim(job: Job) -> Job:
     """
     out = job.out
     out.parent.mkdir(parents=True, exist_ok=True)
-    fetch_run(out)
     for number in itertools.count(2):
         try:
             out.mkdir()
@@ -118,8 +117,9 @@ def removed_if_refused(out: Path, *, is_new: bool) -> Generator[None]:
 
     After a crash, a TrainingError, a folder with logs stays. A folder that another process saves to
     stays, too. One process of a job calls this; under torchrun that is the first rank, and the
-    others may still run.
+    others may still run. The records of a run that has an address are fetched first.
     """
+    fetch_run(out)
     try:
         yield
     except PhalanxError as error:

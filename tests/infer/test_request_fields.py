@@ -14,8 +14,8 @@ import phalanx
 from phalanx.errors import ConfigError
 from phalanx.infer.app import Limits
 from phalanx.infer.assembly import engine_of
-from phalanx.infer.fields import FIELDS, values_of
 from phalanx.infer.options import EngineConfig
+from phalanx.infer.request_fields import FIELDS, values_of
 from phalanx.infer.served import open_served
 
 PATHS = {"completions": "/v1/completions", "chats": "/v1/chat/completions"}

@@ -65,7 +65,9 @@ FIELDS: Final = (
     FieldRow("use_beam_search", "true", "refused", "no beam search"),
     FieldRow("early_stopping", "false", "ignored", ""),
     FieldRow("logit_bias", '{} {"5":-100} {"5":200}', "taken", "added, within -100 and 100"),
-    FieldRow("logit_bias", '{"a":1} {"97":1} {"5":"b"}', "refused", "keys are ids of tokens"),
+    FieldRow(
+        "logit_bias", '{"a":1} {"97":1} {"5":"b"} {"5":NaN}', "refused", "keys are ids of tokens"
+    ),
     FieldRow("allowed_token_ids", "[5,6]", "taken", "only these are generated"),
     FieldRow("allowed_token_ids", "[] [97]", "refused", ""),
     FieldRow("bad_words", '[] ["a","bc"]', "taken", "not generated, alone or after a space"),

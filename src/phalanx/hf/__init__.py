@@ -1,0 +1,34 @@
+"""The trainers of transformers and TRL on many ranks, with the numbers of one process.
+
+    from phalanx.hf import Trainer                     in place of transformers.Trainer
+
+    Trainer(model, args, train_dataset=data, strategy="fsdp2").train()
+
+Modules are imported on first use of their names, so that importing this package is cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from phalanx.hf.trainer import RankTrainer as RankTrainer
+    from phalanx.hf.trainer import Trainer as Trainer
+    from phalanx.hf.trl_trainers import DPOTrainer as DPOTrainer
+    from phalanx.hf.trl_trainers import SFTTrainer as SFTTrainer
+
+__all__ = ["DPOTrainer", "RankTrainer", "SFTTrainer", "Trainer"]
+
+_HOMES = {
+    "DPOTrainer": "phalanx.hf.trl_trainers",
+    "RankTrainer": "phalanx.hf.trainer",
+    "SFTTrainer": "phalanx.hf.trl_trainers",
+    "Trainer": "phalanx.hf.trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'phalanx.hf' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
