@@ -33,6 +33,7 @@ ACROSS = {
     "collectives/test_collectives_of_scripts.py": "phalanx.collectives, as a script calls it",
     "comm/test_nccl.py": "every collective by the rules of NCCL",
     "comm/test_one_way_groups.py": "meshes: groups between neighbours of a pipeline",
+    "train/test_lora.py": "adapters: models/shape, train/text, peft_folder, beside PEFT itself",
     "data/test_holdout.py": "tokens: documents that are held out for validation",
     "infer/test_evaluation.py": "the server as lm-evaluation-harness asks it",
     "infer/test_follow.py": "engine_thread and assembly: weights of later checkpoints of a run",

@@ -141,7 +141,7 @@ def opened_apart(run: Path, found: list[list[int]]) -> str:
     """Open a run; return the checkpoint, if each rank finds these in turn."""
     mine = iter(found[dist.get_rank()])
 
-    def opened(folder: Path) -> Any:
+    def opened(folder: Path, _: object = ()) -> Any:
         return SimpleNamespace(
             weights=SimpleNamespace(folder=manifest.folder_of(folder, next(mine)))
         )

@@ -305,8 +305,7 @@ def test_a_run_is_resumed_on_other_ranks_and_loaded_by_peft(tmp_path: Path, fami
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("r=0", "lora is 'r=0'; expected such as r=16,alpha=32"),
-        ("r=4,beta=1", "lora has the entry 'beta=1'; expected entries r=RANK"),
+        *((text, f"lora is '{text}'; expected r=RANK and") for text in ("r=0", "r=4,beta=1", "4")),
         ("r=4,targets=q_porj", "lora: the model has no target 'q_porj' (did you mean 'q_proj'"),
         ("r=4,targets=qkv_proj", "each of its parts gets an adapter: q_proj+k_proj+v_proj"),
         ("r=4,targets=gate_proj", "lora: the model has no target 'gate_proj'"),

@@ -146,13 +146,7 @@ def open_checkpoint(path: Path) -> Weights:
         except (CheckpointError, OSError) as error:
             raise CheckpointError(f"cannot read the weights in {folder}: {error}") from error
 
-    base = None
-    if shape.lora is not None:
-        try:
-            base = decode(tuple[str, str], about.state.get("base"), "its base")
-        except ValueError as error:
-            raise CheckpointError(f"cannot read {folder / manifest.NAME}: {error}") from error
-    return Weights(folder, shape, read, opened.close, base)
+    return Weights(folder, shape, read, opened.close, base_in(about, folder))
 
 
 def shape_in(about: Manifest, folder: Path) -> ModelShape:
@@ -172,6 +166,20 @@ def shape_in(about: Manifest, folder: Path) -> ModelShape:
     except ValueError as error:
         why = brief(error, 300)
         raise CheckpointError(f"cannot read {folder / manifest.NAME}: {why}") from error
+
+
+def base_in(about: Manifest, folder: Path) -> tuple[str, str] | None:
+    """Return folder and checksum of the weights that a checkpoint's adapters belong to, if any.
+
+    Raises:
+        CheckpointError: the manifest has adapters without them.
+    """
+    if not about.shape.get("lora"):
+        return None
+    try:
+        return decode(tuple[str, str], about.state.get("base"), "its base")
+    except ValueError as error:
+        raise CheckpointError(f"cannot read {folder / manifest.NAME}: {error}") from error
 
 
 def sizes_of(shape: ModelShape) -> dict[str, torch.Size]:

@@ -3,7 +3,7 @@
 adapter_config.json           rank, scaling, targets, and the folder of the base
 adapter_model.safetensors     A [rank, in] and B [out, rank] of each linear map
 
-The names are those of transformers' modules. One of their maps may join three of ours (Phi-3's
+The names are of transformers' modules. One of their maps may join three of ours (Phi-3's
 qkv_proj). PEFT then has one A, which our three maps share; and our three adapters become one of
 three times the rank:
 

@@ -96,7 +96,7 @@ class FlatStep:
         copies: blocks to copy before the step writes to the cache.
         scored: rows that score prompt tokens; their logits are not returned.
         num_ids: number of ids that stand for a token; None for all.
-        adapters: number of the adapter of each span, see adapters.py.
+        adapters: number of the adapter of each span, see lora_modules.py.
     """
 
     tokens: list[int]

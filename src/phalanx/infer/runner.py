@@ -13,7 +13,7 @@ from torch import Tensor
 from phalanx.comm.together import all_or_none, reason_of
 from phalanx.errors import CheckpointError
 from phalanx.hugging_face.convert import open_weights
-from phalanx.infer.adapters import AdapterMask, AdapterSet
+from phalanx.infer.lora_modules import AdapterMask, AdapterSet
 from phalanx.infer.paged import FlatStep, KVCache, PagedAttention
 from phalanx.infer.sampler import scores_of_rows
 from phalanx.infer.served import fill_from

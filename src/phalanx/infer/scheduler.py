@@ -66,7 +66,7 @@ class Completion:
         grammar: what the generated tokens must match; None for any tokens.
         ngrams: where the n-grams of the tokens end; see speculation.py.
         draft: guessed next tokens, which the current step computes after `tokens`.
-        adapter: number of the adapter that computes it, see adapters.py; 0 for none.
+        adapter: number of the adapter that computes it, see lora_modules.py; 0 for none.
         table: block table.
         num_computed: number of leading tokens whose keys and values are in the cache.
         num_cached: prompt tokens found in the prefix cache at first admission; 0 for a fork; None

@@ -31,7 +31,7 @@ from phalanx.hugging_face.companions import (
 )
 from phalanx.hugging_face.convert import open_weights
 from phalanx.hugging_face.folder import is_hugging_face
-from phalanx.infer.adapters import AdapterSet, stacked
+from phalanx.infer.lora_modules import AdapterSet, stacked
 from phalanx.infer.options import RequestError, SamplingSettings
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from phalanx.models.random import fill_normal, fill_uniform, key
+from phalanx.models.random import fill_normal, key
 from phalanx.models.shape import ModelShape
 
 _STD = 0.02
@@ -41,8 +41,8 @@ def fill_initial(
     if name.endswith("norm.weight"):
         return out.detach().fill_(0 if shape.norm == "rms+1" else 1)
     if name.endswith("lora_A.weight"):
-        bound = 1 / math.sqrt((full or out.shape)[-1])
-        return fill_uniform(out, key(seed, name), bound, shape=full, offset=offset)
+        std, sizes = 1 / math.sqrt(3 * (full or out.shape)[-1]), {"shape": full, "offset": offset}
+        return fill_normal(out, key(seed, name), std, **sizes, is_uniform=True)
     if name in _OVER_THE_VOCABULARY:
         std = math.sqrt(2 / (5 * shape.hidden))
     elif name.endswith(_INTO_RESIDUAL):

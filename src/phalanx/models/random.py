@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -69,6 +69,7 @@ def fill_normal(
     *,
     shape: Sequence[int] | None = None,
     offset: Sequence[int] | None = None,
+    is_uniform: bool = False,
 ) -> Tensor:
     """Fill `out` with its shard of a normally distributed tensor, and return `out`.
 
@@ -76,31 +77,10 @@ def fill_normal(
     drawn on different ranks are consistent. Every dtype gets the same float32 numbers, cast to it.
 
     The full tensor, with key `stream`, has shape `shape` (default: the shape of `out`), and `out`
-    begins at `offset` in it, one index a dimension (default: at its beginning).
+    begins at `offset` in it, one index a dimension (default: at its beginning). If `is_uniform`,
+    the numbers are uniform, with the same standard deviation.
     """
     scale = math.sqrt(2) * std
-    return _fill(out, stream, lambda u: u.mul_(2).sub_(1).erfinv_().mul_(scale), shape, offset)
-
-
-def fill_uniform(
-    out: Tensor,
-    stream: int,
-    bound: float,
-    *,
-    shape: Sequence[int] | None = None,
-    offset: Sequence[int] | None = None,
-) -> Tensor:
-    """Fill `out` like `fill_normal`, with numbers uniform between -`bound` and `bound`."""
-    return _fill(out, stream, lambda u: u.mul_(2).sub_(1).mul_(bound), shape, offset)
-
-
-def _fill(
-    out: Tensor,
-    stream: int,
-    transform: Callable[[Tensor], Tensor],
-    shape: Sequence[int] | None,
-    offset: Sequence[int] | None,
-) -> Tensor:
     whole = tuple(out.shape if shape is None else shape)
     start = (0,) * out.ndim if offset is None else tuple(offset)
     row_size = out.shape[-1]
@@ -125,7 +105,8 @@ def _fill(
         z = torch.add(index_R1, column_C, out=state[: len(index_R1)])
         z.mul_(_GOLDEN).add_(stream)
         _mix(z, scratch[: len(z)])
-        drawn = transform(_unit(z))
+        drawn = _unit(z).mul_(2).sub_(1)
+        drawn = drawn.mul_(math.sqrt(3) * std) if is_uniform else drawn.erfinv_().mul_(scale)
         # Compute in float64 and round once to float32: devices whose erfinv differs in the last bit
         # of a float64 still agree on the float32.
         out_RC[row : row + rows_at_once] = drawn.float()

@@ -67,29 +67,24 @@ class Lora:
         Raises:
             ConfigError: an entry is unknown or has an invalid value.
         """
-        values: dict[str, str] = {}
-        for entry in text.split(","):
-            name, equals, value = entry.strip().partition("=")
-            if name not in ("r", "alpha", "targets", "rslora") or bool(equals) == (
-                name == "rslora"
-            ):
-                raise ConfigError(
-                    f"lora has the entry {entry!r}; expected entries r=RANK, alpha=NUMBER, "
-                    "targets=NAME+NAME and rslora, separated by commas"
-                )
-            values[name] = value
+        entries = (entry.partition("=") for entry in text.split(","))
+        values = {name: value for name, _, value in entries}
+        targets, rslora = values.pop("targets", "all-linear"), values.pop("rslora", None)
         try:
-            rank = int(values.get("r", ""))
-            alpha = float(values.get("alpha", 2 * rank))
+            rank = int(values.pop("r", ""))
+            alpha = float(values.pop("alpha", 2 * rank))
         except ValueError:
             rank = alpha = 0
-        if rank < 1 or not 0 < alpha < math.inf:
-            raise ConfigError(f"lora is {text!r}; expected such as r=16,alpha=32, both above 0")
+        if values or rslora or rank < 1 or not 0 < alpha < math.inf:
+            raise ConfigError(
+                f"lora is {text!r}; expected r=RANK and, separated by commas, alpha=NUMBER, "
+                "targets=NAME+NAME or rslora, such as r=16,alpha=32"
+            )
         every = {ours: None for names in TARGETS.values() for ours in names}
         if mlp == "gelu":
             del every["mlp.gate"]
         chosen: set[str] = set()
-        for name in values.get("targets", "all-linear").split("+"):
+        for name in targets.split("+"):
             ours = (*every,) if name == "all-linear" else TARGETS.get(name, ())
             if not ours or not every.keys() >= set(ours):
                 legal = [n for n, of in TARGETS.items() if every.keys() >= set(of)]
@@ -105,7 +100,7 @@ class Lora:
             rank=rank,
             alpha=alpha,
             targets=tuple(name for name in every if name in chosen),
-            is_rank_stabilized="rslora" in values,
+            is_rank_stabilized=rslora is not None,
         )
 
 

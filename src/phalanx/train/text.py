@@ -23,13 +23,13 @@ from phalanx.checkpoint import state
 from phalanx.checkpoint.adapters import FOLDER
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.run_state import Stateful
-from phalanx.checkpoint.weights import Weights, open_checkpoint
+from phalanx.checkpoint.weights import Weights, base_in, open_checkpoint
 from phalanx.comm.comm import local_shard
 from phalanx.comm.together import barrier, on_first_rank
 from phalanx.data.loader import Loader, evaluation_batches, evaluation_rows, stream_length
 from phalanx.data.samples import Batch
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.errors import CheckpointError, ConfigError
+from phalanx.errors import ConfigError
 from phalanx.hugging_face.convert import checksum_of, names_of, open_weights
 from phalanx.hugging_face.peft_folder import CONFIG, write_peft
 from phalanx.infer.served import fill_from
@@ -297,24 +297,17 @@ class AdaptedBase:
 def base_of(job: Job) -> AdaptedBase | None:
     """Open the frozen weights of a job with adapters; None without; all ranks call this.
 
+    A resume compares them with the checksums in its checkpoint (checkpoint/frozen.py).
+
     Raises:
-        CheckpointError: they are missing, damaged, or not those of the checkpoint to resume from.
+        CheckpointError: they are missing or damaged.
     """
     if job.shape.lora is None or job.weights_folder is None:
         return None
-    folder, expected = job.weights_folder, None
-    if job.start is not None:
-        named, expected = job.start.about.state["base"]
-        folder = Path(named)
-    weights = open_weights(folder)
-    doing = f"cannot adapt {folder}"
-    checksum = on_first_rank(lambda: checksum_of(weights.folder), doing)
-    if expected not in (None, checksum):
-        raise CheckpointError(
-            f"{doing}: its weights have changed since the run began; their sha256 was "
-            f"{expected:.12} and is {checksum:.12}"
-        )
-    return AdaptedBase(weights, checksum)
+    named = None if job.start is None else base_in(job.start.about, job.start.folder)
+    weights = open_weights(job.weights_folder if named is None else Path(named[0]))
+    doing = f"cannot adapt {weights.folder}"
+    return AdaptedBase(weights, on_first_rank(lambda: checksum_of(weights.folder), doing))
 
 
 def loader_of(job: Job, data_rank: int) -> Loader:
