@@ -11,6 +11,7 @@ from models_and_prompts import prompts, twins
 from served_model import published, serving
 
 from phalanx.checkpoint.weights import Weights
+from phalanx.cli import convert
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.peft_folder import CONFIG, write_peft
 from phalanx.infer.app import Limits
@@ -130,3 +131,8 @@ def test_what_is_no_adapter_of_the_model_is_refused(folder: Path, tmp_path: Path
     (tmp_path / CONFIG).write_text(text.replace('"bias": "none"', '"bias": "all"'))
     with pytest.raises(CheckpointError, match="bias is 'all'; expected 'none'"):
         open_served(folder / "hf", (f"a={tmp_path}",))
+
+
+def test_a_merged_folder_has_the_logits_of_the_adapter(folder: Path, tmp_path: Path) -> None:
+    words = [str(folder / "b"), str(tmp_path / "merged"), "--base", str(folder / "hf"), "--check"]
+    assert convert.run(words) == 0

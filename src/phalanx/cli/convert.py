@@ -69,13 +69,14 @@ def run(argv: list[str]) -> int:
     with Preparation(terminal) as preparation:
         converted = _convert(config, path_of(config.source), Path(config.destination), preparation)
     took_s = time.perf_counter() - begin_s
+    base = None if config.base is None else path_of(config.base)
     agreement, check = None, None
     if config.check:
         ours, theirs = converted.source, converted.destination
         if converted.kind == "phalanx":
             ours, theirs = theirs, ours
         dtype = getattr(torch, converted.dtype)
-        agreement = compare_logits(open_weights(ours), theirs, dtype)
+        agreement = compare_logits(open_weights(ours, base), theirs, dtype)
         check = {
             "agrees": agreement.is_within,
             "largest_difference": agreement.largest_difference,
@@ -123,6 +124,6 @@ def _convert(
         dtype=getattr(torch, config.dtype),
         max_shard_bytes=MAX_SHARD_BYTES if size_gb is None else round(size_gb * 1e9),
         family=config.family,
-        base=None if config.base is None else Path(config.base),
+        base=None if config.base is None else path_of(config.base),
         progress=preparation.report,
     )

@@ -119,7 +119,7 @@ def convert(
             companions = sorted([*companions, *generated])
     progress("convert", read.num_bytes, read.num_bytes)
     return Converted(
-        source=weights.folder,
+        source=source if kind == "peft" else weights.folder,
         destination=destination,
         kind="phalanx" if kind == "hugging face" else "hugging face",
         family=family,
