@@ -291,7 +291,8 @@ def facts_of(job: Job) -> dict[str, Any]:
 
 def words_of(job: Job) -> list[str]:
     """Return lines that describe the run: the planner's choice, model and strategy, then data."""
-    tokens, weights = job.tokens, ""
+    tokens, weights, count = job.tokens, "", num_parameters(job.shape)
+    adapters = f", of which {count.trained:,} in adapters" if job.shape.lora else ""
     if job.weights_folder is not None:
         weights = f" from {job.weights_folder}"
     skipped = f" (left out: {tokens.left_out})" if tokens.left_out else ""
@@ -315,7 +316,7 @@ def words_of(job: Job) -> list[str]:
             more += f"; {number:,} {what}" if number else ""
     return [
         *job.choice,
-        f"{job.name} ({num_parameters(job.shape).total:,} parameters){weights}; {job.strategy} on "
+        f"{job.name} ({count.total:,} parameters{adapters}){weights}; {job.strategy} on "
         f"{job.device}; {job.batch}; {job.num_steps} steps",
         f"data: {job.config.data or 'the standard library of this Python'}: {tokens.num_bytes:,} "
         f"bytes in {_count(tokens.num_documents, kind)}{skipped}, {trained} and {held:,} to "
