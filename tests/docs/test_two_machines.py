@@ -179,7 +179,8 @@ def test_ctrl_c_removes_the_hosts(tmp_path: Path) -> None:
         "trap 'echo heeded; exit 7' INT; readlink /proc/self/ns/net; while :; do sleep 0.1; done"
     )
     with subprocess.Popen(
-        ["sh", str(SCRIPT), "sh", "-c", words],
+        # A shell cannot trap a signal that it inherits as ignored, as jobs in the background do.
+        ["env", "--default-signal=INT", "sh", str(SCRIPT), "sh", "-c", words],
         env={**os.environ, "PHALANX_BIN": str(Path(sys.executable).parent)},
         stdout=subprocess.PIPE,
         text=True,

@@ -13,8 +13,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from phalanx.hf.trainer import RankTrainer as RankTrainer
-    from phalanx.hf.trainer import Trainer as Trainer
+    from phalanx.hf.rank_trainer import RankTrainer as RankTrainer
+    from phalanx.hf.rank_trainer import Trainer as Trainer
     from phalanx.hf.trl_trainers import DPOTrainer as DPOTrainer
     from phalanx.hf.trl_trainers import SFTTrainer as SFTTrainer
 
@@ -22,9 +22,9 @@ __all__ = ["DPOTrainer", "RankTrainer", "SFTTrainer", "Trainer"]
 
 _HOMES = {
     "DPOTrainer": "phalanx.hf.trl_trainers",
-    "RankTrainer": "phalanx.hf.trainer",
+    "RankTrainer": "phalanx.hf.rank_trainer",
     "SFTTrainer": "phalanx.hf.trl_trainers",
-    "Trainer": "phalanx.hf.trainer",
+    "Trainer": "phalanx.hf.rank_trainer",
 }
 
 

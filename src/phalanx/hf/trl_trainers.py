@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trl
 
-from phalanx.hf.trainer import RankTrainer
+from phalanx.hf.rank_trainer import RankTrainer
 
 
 class SFTTrainer(RankTrainer, trl.SFTTrainer):

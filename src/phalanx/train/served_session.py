@@ -58,6 +58,9 @@ class NoSaver:
     def finish(self) -> None:
         """Do nothing."""
 
+    def upload(self) -> None:
+        """Do nothing."""
+
     def __exit__(self, *_: object) -> None:
         """Do nothing."""
 

@@ -11,7 +11,7 @@ trainer reads or writes something of one rank itself:
 `per_device_train_batch_size` is the batch of all devices together, so the numbers are the ones of
 one process, and a script needs no other settings on more devices.
 
-The names with an underscore are private to transformers; tests/hf/test_trainer.py pins them.
+The names with an underscore are private to transformers; tests/hf/test_rank_trainer.py pins them.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class RankTrainer(PlainTrainer):
         return inputs
 
     def _share(self, model: Any, inputs: Any, num_items: Any) -> None:
-        """Set this rank's share in the loss of a batch.
+        """Set the weight of this rank's rows in the loss of a batch.
 
         The loss of own rows is     divided by              so the loss of the whole batch is
         a sum                       `num_items` of all      the sum over the ranks
@@ -303,7 +303,7 @@ class RankTrainer(PlainTrainer):
             split_state(getattr(optimizer, "optimizer", optimizer))
             step = self.ranks.run._prepared.step  # pyright: ignore[reportPrivateUsage]
             if step is not None:
-                step.steps_done = self.state.global_step  # the masks of dropout go on
+                step.steps_done = self.state.global_step  # dropout continues its masks
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

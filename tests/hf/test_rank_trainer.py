@@ -31,7 +31,7 @@ def test_private_names_of_transformers() -> None:
     from transformers import Trainer
 
     from phalanx.hf import RankTrainer
-    from phalanx.hf.trainer import SUPPORTED
+    from phalanx.hf.rank_trainer import SUPPORTED
 
     assert transformers.__version__.rsplit(".", 1)[0] in SUPPORTED
     own = {name for name in vars(RankTrainer) if hasattr(Trainer, name) and name[:2] != "__"}
