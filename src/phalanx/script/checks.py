@@ -154,7 +154,16 @@ def optimizer_of(
     make: Callable[[Any], torch.optim.Optimizer], model: nn.Module
 ) -> torch.optim.Optimizer:
     """Make the optimizer of a model that has been split, and check that it can be used."""
-    made: Any = make(model.parameters())
+    try:
+        made: Any = make(model.parameters())
+    except ValueError as error:
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            raise
+        raise ConfigError(
+            "phalanx.Trainer: optimizer leaves out frozen parameters, and this pipeline stage has "
+            "no others; make it from all parameters that the function is given, of which it "
+            f"updates only the trained ones ({error})"
+        ) from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
             f"phalanx.Trainer: optimizer returns {_described(made)}; expected a "

@@ -42,9 +42,9 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
     decays = ((matrices, config.weight_decay), (vectors, 0.0))
+    groups = [{"params": some, "weight_decay": decay} for some, decay in decays if some]
     return AdamW(
-        # A pipeline stage may have frozen parameters alone: then one group is empty.
-        [{"params": some, "weight_decay": decay} for some, decay in decays if some or not trained],
+        groups or [{"params": trained}],  # a pipeline stage may be frozen
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,

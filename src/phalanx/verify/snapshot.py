@@ -109,8 +109,9 @@ def _sends_shard(tensor: Tensor, comm: Comm) -> bool:
 
 def merged(ranks: Sequence[Snapshot]) -> dict[str, dict[str, Tensor | float]]:
     """Return the full tensors, on the CPU, and the numbers of the first rank."""
-    numbers, shards = ranks[0].numbers, ranks[0].shards
-    tensors = {q: assembled(rank.shards.get(q, {}) for rank in ranks) for q in shards}
+    numbers = ranks[0].numbers
+    quantities = dict.fromkeys(q for rank in ranks for q in rank.shards)  # a stage may be frozen
+    tensors = {q: assembled(rank.shards.get(q, {}) for rank in ranks) for q in quantities}
     return {q: {**numbers.get(q, {}), **tensors.get(q, {})} for q in {**numbers, **tensors}}
 
 

@@ -140,6 +140,14 @@ def frozen_in_front() -> nn.Module:
     return model
 
 
+def frozen_behind() -> nn.Module:
+    """The last rank trains nothing, and sends the gradient of its input."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, NUM_WORDS))
+    model[1:].requires_grad_(False)
+    return model
+
+
 class Residual(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return x + super().forward(x).tanh()
@@ -287,6 +295,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[str, ...]]] = {
     "registered, parts": (functools.partial(Registered, PARTS), ("pixel_values",)),
     "registered, layers": (functools.partial(Registered, LAYERS), ("pixel_values",)),
     "frozen in front": (frozen_in_front, ("features",)),
+    "frozen behind": (frozen_behind, ("features",)),
     "llama": (
         functools.partial(hub, "llama"),
         ("input_ids", "attention_mask"),
@@ -322,7 +331,8 @@ JOBS: dict[str, Sequence[str]] = {
     "pp2,cut:3+2": ["in place"],
     "pp2:interleaved/2": ["recomputed", "qwen2, tied", "frozen in front"],
     "pp2:zbv": ["gpt2"],
-    "pp2,cut:1+3": ["past"],
+    "pp2,cut:1+3": ["past", "frozen in front"],
+    "pp2,cut:1+2": ["frozen behind"],
 }
 OTHERS: dict[str, Sequence[str]] = {
     "pp2": [
@@ -481,7 +491,7 @@ class Nested(nn.Sequential):
         (
             lambda: nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.Tanh()),
             "pp2,cut:1+2",
-            "rank 1 of pp has no trained parameter in its layers, 1, 2",
+            "rank 1 of pp has no parameter in its layers, 1, 2",
         ),
         (mlp, "pp2,cut:2+4", "its cut has 2 stages of 6 layers in total, but there are 2 stages"),
         (mlp, "pp2,cut:1+2+2", "cut:3\\+2 is the best by the cost of"),

@@ -67,10 +67,10 @@ def chain_of(strategy: Strategy, skeleton: Skeleton) -> CutChain:
     for rank in range(strategy.pp.degree):
         stages = (stage for stage, of in enumerate(rank_of) if of == rank)
         names = [name for stage in stages for name in chain.names(stage)]
-        if not any(w.is_trained for w in skeleton.weights if _is_read(w, names)):
+        if not any(_is_read(weight, names) for weight in skeleton.weights):
             raise StrategyError(
-                f"pp: rank {rank} of pp has no trained parameter in its layers, "
-                f"{', '.join(names)}; choose another cut"
+                f"pp: rank {rank} of pp has no parameter in its layers, {', '.join(names)}; choose "
+                "another cut"
             )
     return chain
 

@@ -77,7 +77,7 @@ def bind_branch(
     for column in columns:
         replace_forward(column, products.take)
     for each in cast("list[Any]", [*module.modules()]):
-        if hasattr(each, "cast_input_dtype_enabled"):  # PEFT would copy the placeholder
+        if getattr(each, "base_layer", None) in columns:  # else PEFT copies the placeholder
             each.cast_input_dtype_enabled = False
 
 
