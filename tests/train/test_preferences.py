@@ -124,7 +124,15 @@ def test_the_loss_is_of_pairs_against_the_initial_weights(tmp_path: Path) -> Non
 def test_losses_are_those_of_one_process_under_any_strategy(tmp_path: Path) -> None:
     config = pair_run(tmp_path, 24, strategy="dp1", eval_every=2)
     expected = run_ranks(trained, 1, resolve(config), threads=1)[0]
-    for strategy in ("dp2", "fsdp2", "fsdp2:os", "tp2", "pp2", "dp2,recompute:full"):
+    for strategy in (
+        "dp2",
+        "fsdp2",
+        "fsdp2:zero1",
+        "fsdp2:zero2",
+        "tp2",
+        "pp2",
+        "dp2,recompute:full",
+    ):
         out = str(tmp_path / strategy)
         job = resolve(dataclasses.replace(config, strategy=strategy, out=out))
         losses, evaluations = run_ranks(trained, 2, job, threads=1)[0]

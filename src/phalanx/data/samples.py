@@ -74,8 +74,8 @@ class Samples:
 
     Each process maps the file into memory on first use; a pickle has the file's header but not its
     tokens. With `document_mask`, positions restart at each document, and attention is restricted to
-    the document. `reference` has the log-probabilities of the labels of document n of each sample by
-    the model that DPO starts from; None if there are none.
+    the document. `reference` has the log-probability of document n of each sample by the model that
+    DPO starts from; None without one.
     """
 
     file: TokenFile

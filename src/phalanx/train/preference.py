@@ -141,10 +141,12 @@ class Reference:
     """The reference's log-probabilities of the samples of a run; a part of its checkpoints.
 
     Attributes:
+        objective: the objective, which computes them.
         digest: sha256 of FILE, which a checkpoint has; empty before it is known.
     """
 
-    digest = ""
+    def __init__(self, objective: Preference) -> None:
+        self.objective, self.digest = objective, ""
 
     def state_dict(self) -> dict[str, str]:
         """Return the digest."""
@@ -157,7 +159,6 @@ class Reference:
     def fill(
         self,
         sets: Sequence[Samples],
-        objective: Preference,
         *,
         model: nn.Module,
         run: Runner,
@@ -180,7 +181,7 @@ class Reference:
             model.eval()
             numbers = np.concatenate(
                 [
-                    _computed(samples, objective, model, run, comm, microbatch).ravel()
+                    _computed(samples, self.objective, model, run, comm, microbatch).ravel()
                     for samples in sets
                 ]
             )

@@ -84,7 +84,7 @@ class TextSession(Session):
         objective, self.reference = NextToken(config.seed, job.shape.dropout), None
         if job.has_pairs:
             objective = Preference(config.seed, job.shape.dropout, config.dpo.beta)
-            self.reference = Reference()
+            self.reference = Reference(objective)
         super().__init__(
             job.strategy,
             config,
@@ -156,10 +156,8 @@ class TextSession(Session):
         if line is not None and self.comm.is_first:
             Terminal().say(line)
         if self.reference is not None:
-            assert isinstance(objective := self.step.objective, Preference)
             self.reference.fill(
                 [self.job.samples, self.validation],
-                objective,
                 model=self.model,
                 run=self.step.run,
                 comm=self.comm,
