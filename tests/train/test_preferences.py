@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model_folder import model_folder
+from model_folder import CHATML, model_folder
 from phalanx.checkpoint import manifest
+from phalanx.checkpoint.adapters import FOLDER
 from phalanx.checkpoint.weights import load_decoder, open_checkpoint
 from phalanx.config import BatchConfig, CorpusConfig, DpoConfig, OptimizerConfig, TrainConfig
 from phalanx.data.token_file import OPENS, TRAINED
@@ -139,3 +140,90 @@ def test_losses_are_those_of_one_process_under_any_strategy(tmp_path: Path) -> N
         assert losses == pytest.approx(expected[0], rel=1e-10), strategy
         for each, of_one in zip(evaluations, expected[1], strict=True):
             assert each == pytest.approx(of_one, rel=1e-8, abs=1e-10), strategy
+
+
+@pytest.mark.slow
+def test_a_resume_reads_the_reference_of_the_run(tmp_path: Path) -> None:
+    config = pair_run(tmp_path, strategy="dp2", save_every=2)
+    expected = run_ranks(trained, 2, resolve(config), threads=1)[0][0]
+    middle = str(manifest.folder_of(tmp_path / "run", 2))
+    (tmp_path / "tiny").rename(tmp_path / "gone")
+    for strategy in ("fsdp2", "pp2"):
+        more = {"resume": middle, "out": str(tmp_path / strategy), "strategy": strategy}
+        job = resolve(dataclasses.replace(config, **more))
+        losses = run_ranks(trained, 2, job, threads=1)[0][0]
+        assert losses == pytest.approx(expected[2:], rel=1e-10)
+        assert (tmp_path / strategy / FILE).read_bytes() == (tmp_path / "run" / FILE).read_bytes()
+
+
+def logs_of_trl(folder: Path, adapters: Path | None, **settings: Any) -> list[dict[str, float]]:
+    """Return what TRL's DPOTrainer logs of each step on all pairs at once."""
+    import transformers
+    import trl
+    from datasets import Dataset
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "tiny", dtype="float32")
+    if adapters is not None:
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, adapters, is_trainable=True)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tiny/tokenizer.json"),
+        chat_template=CHATML,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+    )
+    rows = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
+    for row in rows:  # TRL asks for one layout
+        if "prompt" not in row:
+            row["prompt"] = row["chosen"][:1]
+            row["chosen"], row["rejected"] = row["chosen"][1:], row["rejected"][1:]
+    args = trl.DPOConfig(
+        output_dir=str(folder / "trl"),
+        per_device_train_batch_size=len(rows),
+        beta=0.3,
+        learning_rate=0.01,
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        max_steps=4,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        disable_tqdm=True,
+        **settings,
+    )
+    trainer = trl.DPOTrainer(
+        model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
+    trainer.train()
+    return [log for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("lora", [None, "r=4,alpha=8"])
+def test_losses_and_measures_are_those_of_trl(tmp_path: Path, lora: str | None) -> None:
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    config = pair_run(tmp_path, strategy="dp1", precision="float32", lora=lora)
+    corpus = dataclasses.replace(config.corpus, validation=0.0)
+    steady = OptimizerConfig(lr=0.01, warmup_steps=0, min_lr_ratio=1.0)
+    config = dataclasses.replace(config, corpus=corpus, optimizer=steady)
+    num_rows = len(resolve(config).samples)
+    batch = BatchConfig(global_size=num_rows, microbatch=1)
+    config = dataclasses.replace(config, batch=batch)
+    adapters = None
+    if lora is not None:
+        still = dataclasses.replace(steady, lr=1e-30)
+        first = dataclasses.replace(config, optimizer=still, steps=1, out=str(tmp_path / "first"))
+        run_ranks(trained, 1, resolve(first), threads=1)
+        adapters = tmp_path / "first" / FOLDER
+    logs = logs_of_trl(tmp_path, adapters)
+    losses, _ = run_ranks(trained, 1, resolve(config), threads=1)[0]
+    print([log["loss"] for log in logs], losses)
+    assert losses == pytest.approx([log["loss"] for log in logs], rel=2e-5)

@@ -137,7 +137,7 @@ class Samples:
     def most_documents(self) -> int:
         """Return the number of documents of the sample that has most, of a marked file."""
         opens = (np.asarray(self._tokens[: len(self) * self.seq_len]) & OPENS) > 0
-        return int(opens.reshape(len(self), -1).sum(axis=1).max(initial=0))
+        return int(opens.reshape(-1, self.seq_len).sum(axis=1).max(initial=0))
 
     def count_bytes(
         self, samples: npt.NDArray[np.int64], token_bytes_V: npt.NDArray[np.int32]
