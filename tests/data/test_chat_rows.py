@@ -108,7 +108,6 @@ def test_text_is_no_chat() -> None:
         ),
         ("sharegpt", {"conversations": [{"from": "humn", "value": "q"}]}, "did you mean 'human'"),
         ("messages", {"messages": [QUESTION, ANSWER], "tools": "{"}, "tools is .*not JSON"),
-        ("preference", {"prompt": "q", "chosen": "a", "rejected": "b"}, "for DPO"),
     ],
 )
 def test_a_row_that_is_no_conversation_is_refused(

@@ -3,6 +3,7 @@
 from phalanx.config.schema import (
     BatchConfig,
     CorpusConfig,
+    DpoConfig,
     OptimizerConfig,
     ShapeConfig,
     TrainConfig,
@@ -13,6 +14,7 @@ __all__ = [
     "BatchConfig",
     "BatchPlan",
     "CorpusConfig",
+    "DpoConfig",
     "OptimizerConfig",
     "ShapeConfig",
     "TrainConfig",

@@ -133,6 +133,14 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DpoConfig:
+    """Direct preference optimization, of data with chosen and rejected answers."""
+
+    beta: Annotated[float, Use.EQUAL, Range(0, math.inf, "()")] = 0.1
+    """How strongly the loss holds the model to the one that the run begins with."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerConfig:
     """Parameter servers, of a strategy such as dp3:ps."""
 
@@ -256,7 +264,8 @@ class TrainConfig(JobConfig):
     .txt, .md, .py, .jsonl and .json (field "text"), also .gz and .zst; .parquet; folders saved by
     `datasets`; token ids in .bin, .npy or a column "input_ids". Or a mixture by weights of samples,
     0.7*web/,0.3*code/. Rows of chats, by the fields messages, prompt and completion, conversations,
-    or instruction and output, are recognised. The standard library of this Python if unset."""
+    or instruction and output, are recognised, and pairs for DPO, by chosen and rejected. The
+    standard library of this Python if unset."""
     tokenizer: Annotated[str | None, Use.PATH | Use.FIXED_BY_TOKENIZER] = None
     """A tokenizer.json; a byte-level BPE trained on the data if unset."""
     chat_template: Annotated[str | None, Use.PATH | Use.NOT_RESUMED] = None
@@ -285,5 +294,7 @@ class TrainConfig(JobConfig):
     """The batch law: global_size = microbatch x accumulation x data ranks; two give the third."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW, the learning rate and clipping."""
+    dpo: DpoConfig = field(default_factory=DpoConfig)
+    """Direct preference optimization, of data with chosen and rejected answers."""
     server: ServerConfig = field(default_factory=ServerConfig)
     """Parameter servers, of a strategy such as dp3:ps."""

@@ -30,7 +30,8 @@ def check(config: TrainConfig) -> None:
     check_best(config)
     if config.profile is not None:
         ProfileOptions.parse(config.profile)
-    if (name := (config.best or "").partition(":")[2]) not in ("", "loss", "bits_per_byte"):
+    name = (config.best or "").partition(":")[2]
+    if name not in ("", "loss", "bits_per_byte") and not name.startswith("rewards/"):
         raise ConfigError(
             f"best is {config.best}, but an evaluation of text has no {name}; expected min:loss or "
             "min:bits_per_byte"

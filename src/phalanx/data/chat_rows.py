@@ -4,6 +4,9 @@ messages            {"messages": [{"role": "user", "content": "..."}, ...], "too
 prompt-completion   {"prompt": "..." or [message, ...], "completion": "..." or [message, ...]}
 sharegpt            {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}
 alpaca              {"instruction": "...", "input": "...", "output": "...", "history": [[q, a]]}
+preference          {"prompt": ..., "chosen": ..., "rejected": ...} as in prompt-completion, or
+                    {"chosen": [message, ...], "rejected": [message, ...]}: two conversations, of
+                    which the common beginning is the prompt
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ from typing import Any, Final, cast
 
 from phalanx.errors import DataError, nearest
 
+PREFERENCE: Final = "preference"
+"""The layout of a chosen and a rejected conversation in each row."""
+
 LAYOUTS: Final[Mapping[str, tuple[str, ...]]] = {
-    "preference": ("chosen", "rejected"),
+    PREFERENCE: ("chosen", "rejected"),
     "messages": ("messages",),
     "prompt-completion": ("prompt", "completion"),
     "sharegpt": ("conversations",),
@@ -60,14 +66,17 @@ def layout_of(row: Mapping[str, Any]) -> str | None:
     return next(kinds, None)
 
 
-def conversation_of(row: Mapping[str, Any], layout: str, where: str, turns: str) -> Conversation:
-    """Return the conversation of a row.
+def conversation_of(
+    row: Mapping[str, Any], layout: str, where: str, turns: str, *, is_rejected: bool = False
+) -> Conversation:
+    """Return the conversation of a row, or one of a row of preferences.
 
     Args:
         row: the row.
         layout: the layout of the rows before.
         where: file and line, for messages.
         turns: "all" to train on every answer, "last" on the last one.
+        is_rejected: whether the rejected conversation of a preference is asked for.
 
     Raises:
         DataError: the row has another layout, or is not valid.
@@ -82,11 +91,6 @@ def conversation_of(row: Mapping[str, Any], layout: str, where: str, turns: str)
             + (nearest(missing[0], row) if missing and not is_known else "")
             + "; expected one layout in all files"
         )
-    if layout == "preference":
-        raise DataError(
-            f"{where}: the row has a chosen and a rejected answer, for DPO, which phalanx train "
-            "does not do; expected one of the layouts " + ", ".join(list(LAYOUTS)[1:])
-        )
     first = 0  # index of the first message that may be trained
     match layout:
         case "messages":
@@ -95,6 +99,25 @@ def conversation_of(row: Mapping[str, Any], layout: str, where: str, turns: str)
             messages = _side(row["prompt"], "user", f"{where}: prompt")
             first = len(messages)
             messages += _side(row["completion"], "assistant", f"{where}: completion")
+        case "preference":
+            chosen, rejected = (
+                _side(row[name], "assistant", f"{where}: {name}") for name in LAYOUTS[layout]
+            )
+            # Conversations as a whole begin with a question, completions with an answer.
+            if row.get("prompt") is None or chosen[0]["role"] != "assistant":
+                pairs = enumerate(zip(chosen, rejected, strict=False))
+                shorter = min(len(chosen), len(rejected))
+                first = next((n for n, (one, other) in pairs if one != other), shorter)
+                prompt, chosen, rejected = chosen[:first], chosen[first:], rejected[first:]
+                if not prompt:
+                    raise DataError(
+                        f"{where}: chosen and rejected have no common beginning, which is the "
+                        "prompt; give it in the field prompt"
+                    )
+            else:
+                prompt = _side(row["prompt"], "user", f"{where}: prompt")
+                first = len(prompt)
+            messages = prompt + (rejected if is_rejected else chosen)
         case "sharegpt":
             messages = _messages(row["conversations"], f"{where}: conversations")
         case _:

@@ -6,6 +6,9 @@ tokens holds whole conversations, which do not see each other:
 
     | conversation 1 | conversation 5 | padding |      best fit of the rows that are still open
     | conversation 2     | conversation 3 | pad |
+
+Of preferences, the chosen and the rejected conversation of a pair lie side by side in one row. A
+pair of more than `seq_len` tokens is cut: each of the two ends after `seq_len` / 2.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from tokenizers import AddedToken, Tokenizer, processors
 
 from phalanx.config import CorpusConfig
 from phalanx.data.cache import cache_folder, find_or_make, fingerprint
-from phalanx.data.chat_rows import Conversation, conversation_of
+from phalanx.data.chat_rows import PREFERENCE, Conversation, conversation_of
 from phalanx.data.chat_template import ChatTemplate
 from phalanx.data.corpus import Document
 from phalanx.data.survey import Corpus, Progress, no_progress
@@ -73,10 +76,10 @@ class ChatStats:
         end_ids: ids of the tokens that end a text of the model, or an answer of the data.
         num_trained: tokens to train on, of both files.
         num_tokens: tokens of the conversations, of both files.
-        num_cut: conversations that were cut, because they have more than `seq_len` tokens.
+        num_cut: conversations, or pairs of them, that were cut: they have over `seq_len` tokens.
         num_left_out: conversations that have no token to train on, or none before the cut.
         num_endless: answers that no special token ends.
-        longest: tokens of the longest conversation, before a cut.
+        longest: tokens of the longest conversation, or pair, before a cut.
         opening: messages and tools before the first answer of a conversation, for a sample.
     """
 
@@ -189,9 +192,14 @@ def _encode(
             chat, marked, last_ids = encoder.encode(document)
             is_validation = number in validation
             longest = max(longest, len(marked))
-            counts["cut"] += len(marked) > corpus.seq_len
-            marked = marked[: corpus.seq_len]
+            pieces = np.split(marked, np.flatnonzero(marked & OPENS)[1:])  # 1, or the 2 of a pair
+            if len(marked) > corpus.seq_len:
+                counts["cut"] += 1
+                pieces = [each[: corpus.seq_len // len(pieces)] for each in pieces]
+                marked = np.concatenate(pieces)
             num_trained = int(np.count_nonzero(marked & TRAINED))
+            if not all(np.any(each & TRAINED) for each in pieces):
+                num_trained = 0
             if num_trained:
                 packers[is_validation].add(marked)
                 if chat.turns[0] and not opening.get(is_validation):
@@ -235,13 +243,16 @@ class _Encoder:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {id for id, token in added.items() if token.special}
 
-    def encode(self, document: Document) -> tuple[Conversation, npt.NDArray[np.uint32], list[int]]:
+    def encode(
+        self, document: Document, is_rejected: bool = False
+    ) -> tuple[Conversation, npt.NDArray[np.uint32], list[int]]:
         """Return conversation, marked ids, and the ids that end its answers.
 
         The id is -1 of an answer that no special token ends.
         """
         row = json.loads(document.text)
-        chat = conversation_of(row, self._layout, document.name, self._turns)
+        which = (self._layout, document.name, self._turns)
+        chat = conversation_of(row, *which, is_rejected=is_rejected)
         try:
             text, spans = self._template.render_answers(chat.messages, chat.tools, chat.turns)
         except ConfigError as error:
@@ -259,6 +270,9 @@ class _Encoder:
             ending = int(ids[np.flatnonzero((starts < end - spaces) & (ends > start))[-1]])
             last_ids.append(ending if ending in self._special else -1)
         marked[:1] = ids[:1] | OPENS  # nothing precedes the first token, from which it is predicted
+        if self._layout == PREFERENCE and not is_rejected:
+            _, other, more = self.encode(document, is_rejected=True)
+            marked, last_ids = np.concatenate([marked, other]), last_ids + more
         return chat, marked, last_ids
 
 

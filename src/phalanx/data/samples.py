@@ -46,6 +46,8 @@ class Batch:
             contains one document, or without a document mask. It stays on the host.
         rows_B: int64 position of each row in the stream, or its sample in an evaluation; -1 for an
             empty row.
+        reference_BN: float64 log-probability of each document by the reference, see `Samples`;
+            None without a reference.
     """
 
     tokens_BT: Tensor
@@ -53,13 +55,15 @@ class Batch:
     positions_BT: Tensor
     documents_BT: Tensor | None
     rows_B: Tensor
+    reference_BN: Tensor | None = None
 
     def to(self, device: torch.device | str) -> Batch:
         """Copy the batch to a device, without a synchronization with its running kernels.
 
         `documents_BT` stays on the host, which computes document boundaries; see `documents_of`.
         """
-        names = ("tokens_BT", "labels_BT", "positions_BT", "rows_B")
+        names = ["tokens_BT", "labels_BT", "positions_BT", "rows_B"]
+        names += [] if self.reference_BN is None else ["reference_BN"]
         device = torch.device(device)
         return replace(self, **{name: to_device(getattr(self, name), device) for name in names})
 
@@ -70,13 +74,15 @@ class Samples:
 
     Each process maps the file into memory on first use; a pickle has the file's header but not its
     tokens. With `document_mask`, positions restart at each document, and attention is restricted to
-    the document.
+    the document. `reference` has the log-probability of document n of each sample by the model that
+    DPO starts from; None without one.
     """
 
     file: TokenFile
     seq_len: int
     _: KW_ONLY
     document_mask: bool = True
+    reference: npt.NDArray[np.float64] | None = None
 
     @cached_property
     def _tokens(self) -> Any:
@@ -125,7 +131,13 @@ class Samples:
             torch.from_numpy(np.ascontiguousarray(positions_BT)),
             documents_BT,
             torch.from_numpy(np.asarray(rows_B, dtype=np.int64)),
+            None if self.reference is None else torch.from_numpy(self.reference[samples_B]),
         )
+
+    def most_documents(self) -> int:
+        """Return the number of documents of the sample that has most, of a marked file."""
+        opens = (np.asarray(self._tokens[: len(self) * self.seq_len]) & OPENS) > 0
+        return int(opens.reshape(-1, self.seq_len).sum(axis=1).max(initial=0))
 
     def count_bytes(
         self, samples: npt.NDArray[np.int64], token_bytes_V: npt.NDArray[np.int32]

@@ -60,7 +60,10 @@ def evaluate(session: Session) -> Evaluation | None:
 
     def measure(batch: Any) -> torch.Tensor:
         assert metric_sums is not None
-        for name, found in metric_sums(step.model, batch).items():
+        sums = metric_sums(step.model, batch)
+        if isinstance(sums, torch.Tensor):
+            return sums
+        for name, found in sums.items():
             pair = found if isinstance(found, tuple) else (found, objective.num_valid(batch))
             pair = [torch.as_tensor(each).detach().to(zeros) for each in pair]
             if name == "loss" or any(each.ndim for each in pair):

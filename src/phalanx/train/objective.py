@@ -29,7 +29,8 @@ class Objective(Protocol):
 
     The method returns, by metric name, a sum over the rows, or a tuple of a sum and a count. The
     metric is the sum over all rows and ranks, divided by the total of the count, or of `num_valid`
-    without a count. The method calls the model, so evaluations run a second forward.
+    without a count. The method calls the model, so evaluations run a second forward. On a decoder's
+    pipeline stage other than the last, it returns what the model does.
     """
 
     def loss_sum(self, model: nn.Module, microbatch: Any, step: int) -> torch.Tensor:
@@ -58,15 +59,17 @@ class NextToken:
 
     def loss_sum(self, model: nn.Module, microbatch: Batch, step: int) -> torch.Tensor:
         """Return the sum of the cross-entropies in nats."""
+        inputs = self.inputs(model, microbatch, step)
+        return model(microbatch.tokens_BT, microbatch.labels_BT, **inputs)
+
+    def inputs(self, model: nn.Module, microbatch: Batch, step: int) -> dict[str, Any]:
+        """Return the inputs of the decoder besides tokens and labels."""
         has_masks = self.dropout > 0 and model.training
-        keys_B = row_keys(self.seed, step, microbatch.rows_B) if has_masks else None
-        return model(
-            microbatch.tokens_BT,
-            microbatch.labels_BT,
-            positions_BT=microbatch.positions_BT,
-            documents_BT=documents_of(microbatch.documents_BT, microbatch.tokens_BT.device),
-            dropout_keys_B=keys_B,
-        )
+        return {
+            "positions_BT": microbatch.positions_BT,
+            "documents_BT": documents_of(microbatch.documents_BT, microbatch.tokens_BT.device),
+            "dropout_keys_B": (row_keys(self.seed, step, microbatch.rows_B) if has_masks else None),
+        }
 
     def num_valid(self, microbatch: Batch) -> torch.Tensor:
         """Return the number of labels that are not IGNORE."""

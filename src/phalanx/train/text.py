@@ -50,6 +50,7 @@ from phalanx.train.notice import announce, notice_if_slow
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.precision import resolve
+from phalanx.train.preference import Preference, Reference
 from phalanx.train.report.sample import opening, write_text
 from phalanx.train.session import Session
 from phalanx.train.step import StepResult
@@ -80,13 +81,17 @@ class TextSession(Session):
         self.start = job.start
         self.global_rows = job.batch.global_size
         self.validation = dataclasses.replace(job.samples, file=job.tokens.validation)
+        objective, self.reference = NextToken(config.seed, job.shape.dropout), None
+        if job.has_pairs:
+            objective = Preference(config.seed, job.shape.dropout, config.dpo.beta)
+            self.reference = Reference(objective)
         super().__init__(
             job.strategy,
             config,
             job.out,
             extras or Callbacks(),
             precision=precision,
-            objective=NextToken(config.seed, job.shape.dropout),
+            objective=objective,
             updates=config.optimizer,
             num_rated_steps=job.num_steps,
         )
@@ -150,14 +155,24 @@ class TextSession(Session):
         line = self.saver.reserve(self.model, self.step.optimizer, free_bytes)
         if line is not None and self.comm.is_first:
             Terminal().say(line)
+        if self.reference is not None:
+            self.reference.fill(
+                [self.job.samples, self.validation],
+                model=self.model,
+                run=self.step.run,
+                comm=self.comm,
+                microbatch=self.job.batch.microbatch,
+                out=self.out,
+                start=self.start,
+            )
         self.loader = loader_of(self.job, self.data_rank)
         self.loader.device = self.comm.device
         return self.loader
 
     @override
     def parts(self) -> dict[str, Stateful]:
-        base: dict[str, Stateful] = {} if self.base is None else {"base": self.base}
-        return super().parts() | base
+        more: dict[str, Stateful | None] = {"base": self.base, "reference": self.reference}
+        return super().parts() | {name: part for name, part in more.items() if part is not None}
 
     @override
     def manifest(self, *, is_passing: bool) -> Manifest:

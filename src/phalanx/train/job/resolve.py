@@ -17,7 +17,7 @@ from phalanx.config.fields import Use, keys_for, value_at
 from phalanx.config.validate import check_warmup
 from phalanx.data.addresses import local_path
 from phalanx.data.cache import cache_folder
-from phalanx.data.chat_rows import LAYOUTS, layout_of
+from phalanx.data.chat_rows import LAYOUTS, PREFERENCE, layout_of
 from phalanx.data.corpus import first_row
 from phalanx.data.loader import total_steps
 from phalanx.data.order import Order
@@ -91,6 +91,11 @@ class Job(Request):
     order: Order
     out: Path
     is_new: bool = False
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the samples are pairs of preferences, to train on by DPO."""
+        return self.tokens.chat is not None and self.tokens.chat["layout"] == PREFERENCE
 
 
 def resolve(config: TrainConfig, progress: Progress | None = None) -> Job:
@@ -189,6 +194,8 @@ def _tokens_of(request: Request, progress: Progress | None) -> TokenFiles:
                 f"rows of chats have the fields {' or '.join(map(' and '.join, LAYOUTS.values()))}"
             )
         return prepare(config.data, config.corpus, **how)
+    if layout == PREFERENCE:
+        _check_pairs(request)
     # jinja2 and more, which a run on text does not need.
     from phalanx.data.chats import ChatFormat, prepare_chats
 
@@ -218,6 +225,32 @@ def _tokens_of(request: Request, progress: Progress | None) -> TokenFiles:
     end_ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
     form = ChatFormat(template, names, added, end_ids)
     return prepare_chats(data, config.corpus, layout, form, **how)
+
+
+def _check_pairs(request: Request) -> None:
+    """Check that the run can train on preferences.
+
+    Raises:
+        ConfigError: the strategy splits a row or has parameter servers, or there is no document
+            mask.
+    """
+    strategy, what = request.strategy, f"the data {request.config.data} are preferences"
+    if strategy.cp.degree > 1:
+        raise ConfigError(
+            f"strategy is {strategy} and {what}, whose loss sums the tokens of an answer, but cp "
+            f"has them on several ranks; the nearest is dp{strategy.cp.degree}"
+        )
+    if strategy.is_served:
+        raise ConfigError(
+            f"strategy is {strategy} and {what}, whose reference is the model of the run's start, "
+            f"but a worker of parameter servers may join later; the nearest is "
+            f"dp{strategy.dp.degree}"
+        )
+    if not request.config.corpus.document_mask:
+        raise ConfigError(
+            f"corpus.document_mask is off and {what}, of which a row has several answers; leave it "
+            "on"
+        )
 
 
 def _check_split(request: Request) -> None:
@@ -301,7 +334,8 @@ def words_of(job: Job) -> list[str]:
     kind, trained, more = "document", f"{tokens.train.num_tokens:,} tokens to train on", ""
     if (chat := tokens.chat) is not None:
         length = job.config.corpus.seq_len
-        kind, held = "conversation", max(0, (held - 1) // length)
+        kind = "pair" if job.has_pairs else "conversation"
+        held = max(0, (held - 1) // length)
         trained = (
             f"of the layout {chat['layout']}, {chat['num_tokens']:,} tokens, "
             f"{chat['num_trained']:,} of them in answers; rows of {length}: "
