@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import tokenizers
 from tokenizers import AddedToken, Tokenizer, processors
 
 from phalanx.config import CorpusConfig
@@ -139,7 +140,8 @@ def prepare_chats(
     cache = cache_folder(corpus.cache)
     text = source.text(cache, is_follower=is_follower)
     how = (layout, form.template, sorted(form.names.items()), corpus.turns)
-    sizes = (corpus.validation, corpus.seq_len)
+    # Another version of the library may split a text into other tokens.
+    sizes = (corpus.validation, corpus.seq_len, tokenizers.__version__)
     folder = cache / "tokens" / fingerprint("chats", text.digest, used.to_str(), *how, *sizes)
 
     def write(partial: Path) -> dict[str, object]:
@@ -207,6 +209,7 @@ def _encode(
             ends.update(last_ids)
             done_bytes += len(document.text.encode())
             source.report("encode", done_bytes, num_bytes)
+    source.check_bytes(done_bytes)
     endless = ends.pop(-1, 0)
     return ChatStats(
         layout=layout,
