@@ -62,8 +62,9 @@ class TokenFiles:
     `validation` is empty if the validation fraction is 0. `num_documents` and `num_bytes` (of text)
     count both files. `text_digest` is the hash of the names and texts of the documents. `left_out`
     names the files that were not read. A mixture has `weights` and `names` of its sources, and
-    the parts of its files are the sources; `folder` is the folder of the first. `chat` has the
-    values of a `chats.ChatStats`; it is None for text.
+    the parts of its files are the sources; `folder` is the folder of the first. `chat` is what
+    `chats` counted, with the format and the `opening` of a conversation, which has the messages and
+    tools before its first answer; it is None for text.
     """
 
     folder: Path
