@@ -14,10 +14,11 @@ from chat_families import FAMILIES, conversations, merging_tokenizer, template_o
 from transformers import PreTrainedTokenizerFast
 
 from phalanx.config import CorpusConfig
+from phalanx.data import chats
 from phalanx.data.chats import ChatFormat, prepare_chats
 from phalanx.data.samples import Samples
 from phalanx.data.token_file import OPENS, TRAINED
-from phalanx.data.tokens import TokenFiles
+from phalanx.data.tokens import HeldOut, TokenFiles, hold_out, prepare
 from phalanx.errors import DataError
 from phalanx.models.loss import IGNORE
 
@@ -132,6 +133,29 @@ def test_whole_conversations_are_held_out(tmp_path: Path) -> None:
     parts = trained_in(files), trained_in(held_out)
     assert 3 <= parts[1].total() <= 9
     assert parts[0] + parts[1] == trained_in(prepared(tmp_path / "all", rows, template))
+
+
+def test_chats_that_change_while_they_are_encoded_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def grow(*args: Any, **options: Any) -> HeldOut:
+        with (tmp_path / "chats.jsonl").open("a") as file:
+            file.write(json.dumps(rows[0]) + "\n")
+        return hold_out(*args, **options)
+
+    rows = conversations(3, has_tools=False)
+    monkeypatch.setattr(chats, "hold_out", grow)
+    with pytest.raises(DataError, match="the corpus changed while it was read"):
+        prepared(tmp_path, rows, template_of("gemma", has_marks=False))
+
+
+def test_a_mixture_refuses_chats_by_the_source(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text " * 100)
+    (tmp_path / "b.jsonl").write_text(json.dumps(conversations(1, has_tools=False)[0]))
+    corpus = CorpusConfig(cache=str(tmp_path / "cache"))
+    data = f"1*{tmp_path}/a.txt,1*{tmp_path}/b.jsonl"
+    with pytest.raises(DataError, match=r"b.jsonl has rows of chats, which a mixture cannot"):
+        prepare(data, corpus, model_vocab_size=300)
 
 
 def test_a_row_of_another_layout_is_refused_by_its_line(tmp_path: Path) -> None:

@@ -113,6 +113,16 @@ def test_documents_without_separators_are_copied_between_separators(tmp_path: Pa
         train, validation = ids_of(held), ids_of(held, "validation")
         assert train + validation[1:] == opened and train[-1] == validation[0] == END
         assert 0.2 < len(validation) / len(opened) < 0.3
+    # Beside ids with separators, which are split there; the file "val" is held out whole.
+    raw(tmp_path / "megatron" / "b.bin", "<u2")
+    held = prepared(tmp_path / "megatron", tmp_path, 0.25)
+    train, validation = ids_of(held), ids_of(held, "validation")
+    assert train + validation[1:] == [*opened, *closed(DOCUMENTS)] and held.num_documents == 80
+    assert 0.2 < len(validation) / (2 * len(opened)) < 0.3
+    (tmp_path / "megatron" / "b.bin").rename(tmp_path / "megatron" / "val.bin")
+    held = prepared(tmp_path / "megatron", tmp_path, 0.01)
+    assert ids_of(held) == ids_of(held, "validation") == opened
+    assert ids_of(prepared(tmp_path / "megatron", tmp_path)) == opened
 
 
 def test_the_end_is_held_out_from_a_separator_on(tmp_path: Path) -> None:

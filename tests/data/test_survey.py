@@ -133,5 +133,5 @@ def test_a_record_that_is_wrong_makes_no_tokens(
     monkeypatch.setattr(survey.Corpus, "_stamp", lambda _: ("the same", 0.0))
     prepared(corpus)
     (corpus / "a.txt").write_text("another text\n" * 20)
-    with pytest.raises(DataError, match="the corpus changed while it was prepared"):
+    with pytest.raises(DataError, match="the corpus changed while it was read"):
         prepared(corpus, tokens=270)

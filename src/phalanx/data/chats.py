@@ -17,13 +17,14 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import tokenizers
 from tokenizers import AddedToken, Tokenizer, processors
 
 from phalanx.config import CorpusConfig
@@ -65,45 +66,17 @@ class ChatFormat:
         return ChatTemplate(self.template, self.names, TODAY)
 
 
-@dataclass(frozen=True)
-class ChatStats:
-    """What the token files of chats were made of.
-
-    Attributes:
-        layout: layout of the rows, see `chat_rows`.
-        template: Jinja source of the chat template.
-        names: its variables.
-        end_ids: ids of the tokens that end a text of the model, or an answer of the data.
-        num_trained: tokens to train on, of both files.
-        num_tokens: tokens of the conversations, of both files.
-        num_cut: conversations, or pairs of them, that were cut: they have over `seq_len` tokens.
-        num_left_out: conversations that have no token to train on, or none before the cut.
-        num_endless: answers that no special token ends.
-        longest: tokens of the longest conversation, or pair, before a cut.
-        opening: messages and tools before the first answer of a conversation, for a sample.
-    """
-
-    layout: str
-    template: str
-    names: Mapping[str, str]
-    end_ids: Sequence[int]
-    num_trained: int
-    num_tokens: int
-    num_cut: int
-    num_left_out: int
-    num_endless: int
-    longest: int
-    opening: Mapping[str, Any]
-
-    def encode(self, tokenizer: Tokenizer, question: str | None) -> tuple[str, list[int]]:
-        """Return a question, or the last one of `opening`, and the tokens that ask it."""
-        messages, tools = self.opening["messages"], self.opening["tools"]
-        if question is not None or not messages:
-            messages, tools = [{"role": "user", "content": question or "Hello"}], None
-        template = ChatTemplate(self.template, self.names, TODAY)
-        text = template.render(messages, tools=tools, add_generation_prompt=True)
-        tokenizer.encode_special_tokens = False
-        return messages[-1].get("content", ""), tokenizer.encode(text, add_special_tokens=False).ids
+def encode_opening(
+    chat: Mapping[str, Any], tokenizer: Tokenizer, question: str | None
+) -> tuple[str, list[int]]:
+    """Return a question, or the last one of the opening of `chat`, and the tokens that ask it."""
+    messages, tools = chat["opening"]["messages"], chat["opening"]["tools"]
+    if question is not None or not messages:
+        messages, tools = [{"role": "user", "content": question or "Hello"}], None
+    template = ChatTemplate(chat["template"], chat["names"], TODAY)
+    text = template.render(messages, tools=tools, add_generation_prompt=True)
+    tokenizer.encode_special_tokens = False
+    return messages[-1].get("content", ""), tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def prepare_chats(
@@ -142,18 +115,19 @@ def prepare_chats(
     cache = cache_folder(corpus.cache)
     text = source.text(cache, is_follower=is_follower)
     how = (layout, form.template, sorted(form.names.items()), corpus.turns)
-    sizes = (corpus.validation, corpus.seq_len)
+    # Another version of the library may split a text into other tokens.
+    sizes = (corpus.validation, corpus.seq_len, tokenizers.__version__)
     folder = cache / "tokens" / fingerprint("chats", text.digest, used.to_str(), *how, *sizes)
 
     def write(partial: Path) -> dict[str, object]:
         (partial / TOKENIZER).write_text(used.to_str(), "utf-8")
-        stats = _encode(partial, source, text.num_bytes, used, form, layout, corpus)
+        chat = _encode(partial, source, text.num_bytes, used, form, layout, corpus)
         return {
             "num_documents": text.num_documents,
             "num_bytes": text.num_bytes,
             "text_digest": text.digest,
             "tokenizer_digest": fingerprint("tokenizer", used.to_str()),
-            "chat": asdict(stats),
+            "chat": chat,
         }
 
     find_or_make(folder, write, needed_bytes=2 * text.num_bytes, is_hashed=not is_follower)
@@ -177,8 +151,8 @@ def _encode(
     form: ChatFormat,
     layout: str,
     corpus: CorpusConfig,
-) -> ChatStats:
-    """Encode the conversations into the two files of `folder`."""
+) -> dict[str, Any]:
+    """Encode the conversations into the two files of `folder`; return `TokenFiles.chat`."""
     encoder = _Encoder(tokenizer, form, layout, corpus.turns)
     validation = hold_out(*source.names_and_sizes(), corpus.validation, is_whole=True).validation
     counts, ends, longest, done_bytes = Counter[str](), Counter[int](), 0, 0
@@ -209,26 +183,24 @@ def _encode(
                     }
                     form.compiled().render(**before, add_generation_prompt=True)  # or raises now
                     opening[is_validation] = before
-            counts["left out"] += not num_trained
+            counts["left_out"] += not num_trained
             counts["trained"] += num_trained
             counts["tokens"] += len(marked)
             ends.update(last_ids)
             done_bytes += len(document.text.encode())
             source.report("encode", done_bytes, num_bytes)
-    endless = ends.pop(-1, 0)
-    return ChatStats(
-        layout=layout,
-        template=form.template,
-        names=dict(form.names),
-        end_ids=sorted(ends),
-        num_trained=counts["trained"],
-        num_tokens=counts["tokens"],
-        num_cut=counts["cut"],
-        num_left_out=counts["left out"],
-        num_endless=endless,
-        longest=longest,
-        opening=opening.get(True) or opening.get(False) or {"messages": [], "tools": None},
-    )
+    source.check_bytes(done_bytes)
+    num_endless = ends.pop(-1, 0)
+    return {
+        "layout": layout,
+        "template": form.template,
+        "names": dict(form.names),
+        "end_ids": sorted(ends),  # of the tokens that end an answer
+        **{f"num_{what}": counts[what] for what in ("trained", "tokens", "cut", "left_out")},
+        "num_endless": num_endless,  # answers that no special token ends
+        "longest": longest,  # tokens of a conversation before a cut
+        "opening": opening.get(True) or opening.get(False) or {"messages": [], "tools": None},
+    }
 
 
 class _Encoder:

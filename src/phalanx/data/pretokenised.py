@@ -126,9 +126,15 @@ class Pretokenised(Corpus):
         )
 
     def copy(self, text: TextStats, fraction: float, train: TokenWriter, held: TokenWriter) -> None:
-        """Write the documents; of the last ones about a `fraction` of the ids into `held`."""
+        """Write the documents; about a `fraction` of the ids into `held`, as `mapped` divides."""
         seen, kept = 0, text.num_tokens - round(fraction * text.num_tokens)
-        for _, file in self._files:
+        is_named = [Path(name).name.lower().startswith("val") for name, _ in self._files]
+        has_split = 0 < sum(is_named) < len(is_named)
+        for is_held, (_, file) in zip(is_named, self._files, strict=True):
+            if has_split:
+                kept = 0 if is_held else text.num_tokens
+            if has_split and is_held and not fraction:
+                continue
             for ids, lengths in self._groups(file):
                 for document in np.split(ids, np.cumsum(lengths)[:-1]):
                     writer = train if seen < kept else held
@@ -180,6 +186,9 @@ class Pretokenised(Corpus):
             return
         ids, lengths = self._mapped(file).map(), self._lengths(file)
         # Documents are grouped into about a chunk; without lengths, chunks are the groups.
+        if lengths is None and self.is_copied:  # beside files that lack separators
+            ends = np.append(np.flatnonzero(ids == self._end_id) + 1, len(ids))
+            lengths = np.diff(np.unique(ends), prepend=0).astype(np.int64)
         ends = np.cumsum(lengths) if lengths is not None else None
         begin = first = 0
         while begin < len(ids):

@@ -102,13 +102,22 @@ class Corpus:
         """
         if self._names_and_sizes is None:
             before = self._text
-            if before is not None and self._read() != before:
-                raise DataError(
-                    f"the corpus changed while it was prepared; it had {before.num_bytes} bytes; "
-                    "start again when no process writes to it"
-                )
+            if before is not None and (now := self._read()) != before:
+                raise self._changed(now.num_bytes)
         assert self._names_and_sizes is not None, "names_and_sizes() before text()"
         return self._names_and_sizes
+
+    def check_bytes(self, num_bytes: int) -> None:
+        """Raise DataError if the documents that were encoded had other bytes than the text."""
+        if self._text is not None and num_bytes != self._text.num_bytes:
+            raise self._changed(num_bytes)
+
+    def _changed(self, num_bytes: int) -> DataError:
+        before = "" if self._text is None else f", from {self._text.num_bytes} bytes"
+        return DataError(
+            f"the corpus changed while it was read{before} to {num_bytes}; start again when no "
+            "process writes to it"
+        )
 
     def documents(self) -> Iterator[Document]:
         """Read the documents, see `corpus.documents`."""

@@ -27,7 +27,8 @@ from phalanx.config import CorpusConfig
 from phalanx.config.schema import SMALLEST_VOCABULARY
 from phalanx.data.addresses import local_path
 from phalanx.data.cache import cache_folder, find_or_make, fingerprint, read_facts
-from phalanx.data.corpus import Document, mixture_of
+from phalanx.data.chat_rows import layout_of
+from phalanx.data.corpus import Document, first_row, mixture_of
 from phalanx.data.pretokenised import Pretokenised, files_of_ids
 from phalanx.data.survey import Corpus, Progress, TextStats, no_progress
 from phalanx.data.token_file import TokenFile, TokenWriter, joined, open_token_file, width_of
@@ -61,8 +62,9 @@ class TokenFiles:
     `validation` is empty if the validation fraction is 0. `num_documents` and `num_bytes` (of text)
     count both files. `text_digest` is the hash of the names and texts of the documents. `left_out`
     names the files that were not read. A mixture has `weights` and `names` of its sources, and
-    the parts of its files are the sources; `folder` is the folder of the first. `chat` has the
-    values of a `chats.ChatStats`; it is None for text.
+    the parts of its files are the sources; `folder` is the folder of the first. `chat` is what
+    `chats` counted, with the format and the `opening` of a conversation, which has the messages and
+    tools before its first answer; it is None for text.
     """
 
     folder: Path
@@ -127,6 +129,11 @@ def prepare(
     for _, path in mixture:
         path = local_path(path, cache, report, is_follower=is_follower)
         if not files_of_ids(path):
+            if len(mixture) > 1 and layout_of(first_row(path) or {}) is not None:
+                raise DataError(
+                    f"{path} has rows of chats, which a mixture cannot have; give one source of "
+                    "chats alone, such as a folder with all files"
+                )
             sources.append(Corpus(path, corpus.max_bytes, report))
         elif given is None or corpus.max_bytes is not None:
             what = "leave corpus.max_bytes out" if given else "give their tokenizer by --tokenizer"
@@ -183,7 +190,7 @@ def _files_of(
         ):
             if ids is None:
                 held_out = hold_out(*source.names_and_sizes(), fraction)
-                _encode(source, text, used, held_out, train, validation)
+                _encode(source, text.num_bytes, used, held_out, train, validation)
             elif not is_mapped:
                 ids.copy(text, fraction, train, validation)
         return {
@@ -275,7 +282,7 @@ def _trained_tokenizer(
 
 def _encode(
     source: Corpus,
-    text: TextStats,
+    num_bytes: int,
     tokenizer: Tokenizer,
     held_out: HeldOut,
     train: TokenWriter,
@@ -302,12 +309,8 @@ def _encode(
             if is_first:
                 writer.begin_document()
             writer.write(ids)
-            source.report("encode", done_bytes, text.num_bytes)
-    if done_bytes != text.num_bytes:
-        raise DataError(
-            f"the corpus changed while it was read, from {text.num_bytes} bytes to {done_bytes}; "
-            f"start again when no process writes to it"
-        )
+            source.report("encode", done_bytes, num_bytes)
+    source.check_bytes(done_bytes)
 
 
 @dataclass(frozen=True)

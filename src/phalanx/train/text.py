@@ -254,11 +254,10 @@ class TextSession(Session):
         tokenizer = load_tokenizer(job.tokens.tokenizer)
         prompt, ids, end_ids = job.config.prompt, None, [job.tokens.train.end_id]
         if job.tokens.chat is not None:
-            from phalanx.data.chats import ChatStats  # imports jinja2
+            from phalanx.data.chats import encode_opening  # imports jinja2
 
-            chat = ChatStats(**job.tokens.chat)
-            prompt, ids = chat.encode(tokenizer, prompt)
-            prompt, end_ids = f"user: {prompt}\nassistant: ", chat.end_ids
+            prompt, ids = encode_opening(job.tokens.chat, tokenizer, prompt)
+            prompt, end_ids = f"user: {prompt}\nassistant: ", job.tokens.chat["end_ids"]
         elif prompt is None:
             prompt = opening(job.tokens, tokenizer)
         # Eager, because each text length would be compiled. `set_stance` imports the compiler, so
