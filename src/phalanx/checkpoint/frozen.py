@@ -1,7 +1,7 @@
 """Frozen weights, which whoever resumes a run makes again: a checkpoint has only their checksums.
 
-A weight is frozen if it has no `requires_grad` when a run begins, and its bits are still those of
-then at a save. So a weight that a script changes itself, as the average of another, is stored; so
+A weight is frozen if it has no `requires_grad` when a run begins, and its bits are still the same
+at a save. So a weight that a script changes itself, as the average of another, is stored; so
 is one that it trains later, whatever its `requires_grad` at the save.
 
 The checksum of a tensor is a sum over its elements, modulo 2**64, weighted by their indices in the

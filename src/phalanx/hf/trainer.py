@@ -194,7 +194,7 @@ class RankTrainer(PlainTrainer):
         return inputs
 
     def _share(self, model: Any, inputs: Any, num_items: Any) -> None:
-        """Set this rank's share in the loss of a batch.
+        """Set the weight of this rank's rows in the loss of a batch.
 
         The loss of own rows is     divided by              so the loss of the whole batch is
         a sum                       `num_items` of all      the sum over the ranks
@@ -303,7 +303,7 @@ class RankTrainer(PlainTrainer):
             split_state(getattr(optimizer, "optimizer", optimizer))
             step = self.ranks.run._prepared.step  # pyright: ignore[reportPrivateUsage]
             if step is not None:
-                step.steps_done = self.state.global_step  # the masks of dropout go on
+                step.steps_done = self.state.global_step  # dropout draws the next masks
 
     @override
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
