@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import phalanx
 from launched_ranks import start_on
 from phalanx.checkpoint import index, manifest
+from phalanx.checkpoint.frozen import FrozenWeights, checksums_of
 from phalanx.checkpoint.in_memory import recover
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.saver import Saver
@@ -161,6 +162,23 @@ def adapted(strategy: str, folder: Path, num_steps: int, base: int = 0) -> list[
             model.average.lerp_(model.up, 0.5)
     run.save(folder)
     return losses
+
+
+def checksums_around_a_change() -> None:
+    run, model = phalanx.init("fsdp2"), Adapted(0)
+    model, _ = run.prepare(model, torch.optim.AdamW([model.up]))
+    frozen, weights = FrozenWeights(model), {**dict(model.named_parameters())}
+    expected = checksums_of({n: w for n, w in weights.items() if n != "up"})
+    before = weights["base.weight"].detach().clone()
+    with torch.no_grad():
+        weights["base.weight"].mul_(2)
+        assert sorted(frozen.checksums(weights)) == ["average", "base.bias"]
+        weights["base.weight"].copy_(before)
+    assert frozen.checksums(weights) == expected
+
+
+def test_a_frozen_weight_that_is_changed_for_a_while_keeps_its_checksum() -> None:
+    run_ranks(checksums_around_a_change, 2, threads=1)
 
 
 def test_frozen_weights_are_left_out_and_compared_at_a_resume(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from phalanx.checkpoint.weights import load_decoder
 from phalanx.comm.comm import Ranks
 from phalanx.config import BatchConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.data.samples import Batch
-from phalanx.errors import ConfigError
+from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.convert import convert, open_weights
 from phalanx.hugging_face.names import table
 from phalanx.launch.local import run_ranks
@@ -300,6 +300,14 @@ def test_a_run_is_resumed_on_other_ranks_and_loaded_by_peft(tmp_path: Path, fami
             # PEFT's folder is read as it was written, over the base that it names.
             again = load_decoder(open_weights(tmp_path / "run" / "adapter"), torch.float64, "cpu")
             assert float((again(tokens) - ours).abs().max()) < 1e-12
+        # The base has moved.
+        (tmp_path / "new").mkdir()
+        (tmp_path / "base").rename(tmp_path / "new" / "base")
+        options: Any = {"resume": half, "out": str(tmp_path / "moved"), "strategy": "dp1"}
+        with pytest.raises(CheckpointError, match=r"give it by --model PATH/base"):
+            train(run_of(tmp_path, **options, model=None))
+        train(run_of(tmp_path, **options, model=str(tmp_path / "new" / "base")))
+        assert losses(tmp_path / "moved") == losses(tmp_path / "dp1")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from phalanx.checkpoint import index, manifest
 from phalanx.checkpoint.manifest import Checkpoint, Manifest
@@ -67,19 +67,15 @@ def find_whole(path: Path, *, compares: bool) -> Checkpoint:
         try:
             checkpoint = manifest.find_and_read(folder)
             if compares:
-                with ThreadPoolExecutor(NUM_TURNS) as pool:
-                    work = functools.partial(verify, folder, checkpoint.about, num_turns=NUM_TURNS)
-                    list(pool.map(work, range(NUM_TURNS)))
+                with ThreadPoolExecutor(4) as pool:
+                    work = functools.partial(verify, folder, checkpoint.about, num_turns=4)
+                    list(pool.map(work, range(4)))
             return checkpoint._replace(damaged=damaged)
         except CheckpointError as error:
             if manifest.identity(folder) is None:  # the run has removed it meanwhile
                 return find_whole(path, compares=compares)
             damaged[folder] = f"{folder}: {str(error).partition(manifest.OLDER)[0]}"
     return manifest.find_and_read(path)
-
-
-NUM_TURNS: Final = 4
-"""Number of threads that compare the files of a checkpoint."""
 
 
 def _problem(path: Path, num_bytes: int, sha256: str) -> str | None:
@@ -165,12 +161,8 @@ _OURS = re.compile(rf"rank-[0-9]+\.safetensors|{re.escape(index.NAME)}|{re.escap
 """Names of the files of a checkpoint."""
 
 
-def _no_report() -> None:
-    pass
-
-
 def publish(
-    partial: Path, final: Path, about: Manifest, moved: Callable[[], None] = _no_report
+    partial: Path, final: Path, about: Manifest, moved: Callable[[], None] = lambda: None
 ) -> None:
     """Write the manifest into `partial`, sync the folder to disk, and rename it to `final`.
 
@@ -245,7 +237,7 @@ def _publish_objects(partial: Path, final: Path, about: Manifest) -> None:
 
 
 def remove_older(
-    run: Path, keep: int | None, best: int | None = None, moved: Callable[[], None] = _no_report
+    run: Path, keep: int | None, best: int | None = None, moved: Callable[[], None] = lambda: None
 ) -> None:
     """Remove the complete checkpoints of a run that later ones make obsolete.
 

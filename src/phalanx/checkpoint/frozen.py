@@ -1,7 +1,7 @@
 """Frozen weights, which whoever resumes a run makes again: a checkpoint has only their checksums.
 
-A weight is frozen if it has no `requires_grad` when a run begins, and has the same bits at a save.
-So a weight that a script changes itself, as the average of another, is stored; so
+A weight is frozen if it has no `requires_grad` when a run begins, and its bits are still the same
+at a save. So a weight that a script changes itself, as the average of another, is stored; so
 is one that it trains later, whatever its `requires_grad` at the save.
 
 The checksum of a tensor is a sum over its elements, modulo 2**64, weighted by their indices in the
@@ -38,7 +38,8 @@ class FrozenWeights:
     def __init__(self, model: nn.Module) -> None:
         """Note the frozen weights of a split model, before a resume and before the first step."""
         self._bits = _bits({n: p for n, p in model.named_parameters() if not p.requires_grad})
-        self._checksums: dict[str, str] | None = None
+        self._names: set[str] | None = None  # of all ranks
+        self._checksums: dict[str, str] = {}
 
     def checksums(self, weights: Mapping[str, Tensor]) -> dict[str, str]:
         """Return name -> checksum of those that no rank has changed; all ranks call this together.
@@ -46,14 +47,17 @@ class FrozenWeights:
         `weights` are the weights of the model by name.
         """
         frozen = {name: weights[name] for name in self._bits if name in weights}
-        if self._checksums is None:  # once: those that change later are left out of the result
-            self._checksums = checksums_of(frozen)
-        if not self._checksums:
+        if self._names is None:
+            self._names = set[str]().union(*gather_objects([*frozen]))
+        if not self._names:
             return {}
         now = _bits(frozen)
         changed = {name for name, before in self._bits.items() if now.get(name) != before}
-        gone = set[str]().union(*gather_objects(changed))
-        return {name: each for name, each in self._checksums.items() if name not in gone}
+        same = self._names.difference(*gather_objects(changed))
+        # A sum is of the weights of the beginning, so never of those that are changed for a while.
+        if new := same - self._checksums.keys():
+            self._checksums |= checksums_of({n: frozen[n] for n in frozen if n in new})
+        return {name: each for name, each in self._checksums.items() if name in same}
 
 
 def check_frozen(expected: Mapping[str, str], weights: Mapping[str, Tensor], doing: str) -> None:

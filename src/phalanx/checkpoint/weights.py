@@ -188,17 +188,12 @@ def sizes_of(shape: ModelShape) -> dict[str, torch.Size]:
         return {n: p.shape for n, p in Decoder(shape).named_parameters() if p.requires_grad}
 
 
+@torch.no_grad()
 def load_decoder(weights: Weights, dtype: torch.dtype, device: torch.device | str) -> Decoder:
     """Return a decoder with `weights`, unsharded on one device, for inference in `dtype`."""
     with torch.device("meta"):
         model = Decoder(weights.shape).to(dtype=dtype)
     model.to_empty(device=device)
-    read_into(model, weights)
-    return model.eval()
-
-
-@torch.no_grad()
-def read_into(model: Decoder, weights: Weights) -> None:
-    """Copy weights into an unsharded decoder on one device, in place."""
     for name, parameter in model.named_parameters():
         parameter.copy_(weights.read(name))
+    return model.eval()

@@ -20,15 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DPOTrainer", "RankTrainer", "SFTTrainer", "Trainer"]
 
-_HOMES = {
-    "DPOTrainer": "phalanx.hf.trl_trainers",
-    "RankTrainer": "phalanx.hf.rank_trainer",
-    "SFTTrainer": "phalanx.hf.trl_trainers",
-    "Trainer": "phalanx.hf.rank_trainer",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'phalanx.hf' has no attribute '{name}'")
-    return getattr(import_module(_HOMES[name]), name)
+    home = "trl_trainers" if name in ("DPOTrainer", "SFTTrainer") else "rank_trainer"
+    return getattr(import_module(f"phalanx.hf.{home}"), name)

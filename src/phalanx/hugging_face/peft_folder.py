@@ -28,7 +28,7 @@ from phalanx.checkpoint.untrusted import brief, read_json, write_json
 from phalanx.checkpoint.weights import Weights
 from phalanx.errors import CheckpointError
 from phalanx.hugging_face.names import table
-from phalanx.models.shape import Lora, ModelShape
+from phalanx.models.shape import ModelShape
 
 CONFIG: Final = "adapter_config.json"
 MODEL: Final = "adapter_model.safetensors"
@@ -165,7 +165,9 @@ def write_peft(folder: Path, weights: Weights, base: str, family: str) -> None:
         targets[target] = None
         if len(lora_A) != lora.rank:
             ranks[target] = len(lora_A)
-    alphas = {name: _alpha(lora, rank) for name, rank in ranks.items()}
+    # The alphas by which adapters of these ranks have the same scaling.
+    divisor = math.sqrt if lora.is_rank_stabilized else float
+    alphas = {name: lora.scaling * divisor(rank) for name, rank in ranks.items()}
     infos = {name: TensorInfo(t.dtype, tuple(t.shape)) for name, t in sorted(tensors.items())}
     tensor_file.write(folder / MODEL, infos, (tensors[name].contiguous() for name in infos))
     write_json(
@@ -186,8 +188,3 @@ def write_peft(folder: Path, weights: Weights, base: str, family: str) -> None:
             "inference_mode": True,
         },
     )
-
-
-def _alpha(lora: Lora, rank: int) -> float:
-    """Return the alpha by which adapters of another rank have the same scaling."""
-    return lora.scaling * (math.sqrt(rank) if lora.is_rank_stabilized else rank)

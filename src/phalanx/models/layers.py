@@ -37,10 +37,8 @@ class Linear(nn.Module):
     def adapt(self, lora: Lora) -> None:
         """Add an adapter, whose maps have no weights yet."""
         num_out, num_in = self.weight.shape
-        self.lora_A, self.lora_B = (
-            Linear(num_in, lora.rank, False),
-            Linear(lora.rank, num_out, False),
-        )
+        self.lora_A = Linear(num_in, lora.rank, False)
+        self.lora_B = Linear(lora.rank, num_out, False)
         self.scaling = lora.scaling
 
     def adapted(self, y: Tensor, x: Tensor) -> Tensor:

@@ -29,8 +29,9 @@ from phalanx.comm.together import barrier, on_first_rank
 from phalanx.data.loader import Loader, evaluation_batches, evaluation_rows, stream_length
 from phalanx.data.samples import Batch
 from phalanx.data.tokenizer import load_tokenizer
-from phalanx.errors import ConfigError
+from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.convert import checksum_of, names_of, open_weights
+from phalanx.hugging_face.folder import is_hugging_face
 from phalanx.hugging_face.peft_folder import CONFIG, write_peft
 from phalanx.infer.served import fill_from
 from phalanx.measure.environment import free_memory_bytes
@@ -311,7 +312,8 @@ class AdaptedBase:
 def base_of(job: Job) -> AdaptedBase | None:
     """Open the frozen weights of a job with adapters; None without; all ranks call this.
 
-    A resume compares them with the checksums in its checkpoint (checkpoint/frozen.py).
+    A resume compares them with the checksums in its checkpoint (checkpoint/frozen.py). If their
+    folder has moved, it reads them where the setting `model` says.
 
     Raises:
         CheckpointError: they are missing or damaged.
@@ -319,7 +321,16 @@ def base_of(job: Job) -> AdaptedBase | None:
     if job.shape.lora is None or job.weights_folder is None:
         return None
     named = None if job.start is None else base_in(job.start.about, job.start.folder)
-    weights = open_weights(job.weights_folder if named is None else Path(named[0]))
+    folder = job.weights_folder if named is None else Path(named[0])
+    if not folder.exists():
+        moved = Path(job.config.model or "").expanduser()
+        if not is_hugging_face(moved):
+            raise CheckpointError(
+                f"the run adapts the weights in {folder}, which does not exist; if the folder has "
+                f"moved, give it by --model PATH/{folder.name}"
+            )
+        folder = moved
+    weights = open_weights(folder)
     doing = f"cannot adapt {weights.folder}"
     return AdaptedBase(weights, on_first_rank(lambda: checksum_of(weights.folder), doing))
 
