@@ -63,7 +63,7 @@ def ids(text: str) -> list[int]:
     return [ord(letter) - 32 for letter in text]
 
 
-@pytest.mark.parametrize("where", PATHS)
+@pytest.mark.parametrize("where", ["completions", pytest.param("chats", marks=pytest.mark.slow)])
 def test_each_row_of_the_table(client: Client, where: str) -> None:
     assert len({(row.field, row.values, row.where) for row in FIELDS}) == len(FIELDS) >= 90
     plain = client.ask(PATHS[where], {**BODIES[where], **SHORT})[1]["choices"]

@@ -199,9 +199,12 @@ def test_a_forced_call_whole_and_as_a_stream(client: Client) -> None:
     wrong = {"tool_choice": {"type": "function", "function": {"name": "h"}}}
     status, answer = client.ask("/v1/chat/completions", {**CHAT, **wrong})
     assert status == 400 and "the tools are f, g" in answer["error"]["message"]
-    wrong = {**CHAT, "tool_choice": "required", "guided_regex": "a"}
-    status, answer = client.ask("/v1/chat/completions", wrong)
-    assert status == 400 and answer["error"]["param"] == "tool_choice"
+    for choice in ("required", "auto", None):
+        wrong = {**CHAT, "tool_choice": choice, "response_format": {"type": "json_object"}}
+        status, answer = client.ask("/v1/chat/completions", wrong)
+        assert status == 400 and answer["error"]["param"] == "tools", answer
+    status, _ = client.ask("/v1/chat/completions", {**wrong, "tool_choice": "none"})
+    assert status == 200
 
 
 def test_tools_and_their_answers_are_in_the_prompt(client: Client) -> None:

@@ -29,6 +29,8 @@ def test_a_key_is_asked_for(folder: Path) -> None:
             found, answer = client.ask("/v1/completions", body, **headers)
             assert found == status
             assert status == 200 or answer["error"]["code"] == "invalid_api_key"
+        for path in ("/v1/responses", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            assert client.ask(path, {})[0] == 401
         assert client.ask("/health")[0] == 200
 
 

@@ -260,9 +260,9 @@ class Gateway:
         if functions and (form := self._calls) is not None:
             names, is_single = [each.name for each in functions], body.parallel_tool_calls is False
             calls = functools.partial(CallParser, form, names, is_single=is_single)
-            if forced and body.constraint is not None:
-                field = body.constraint.field
-                raise RequestError(f"{field} and tool_choice exclude each other", "tool_choice")
+            if body.constraint is not None:  # it would allow no call
+                why = f"tools and {body.constraint.field} exclude each other"
+                raise RequestError(f"{why}; expected one of them, or tool_choice: none", "tools")
             if forced:
                 is_single |= body.tool_choice != "required"
                 lark = grammar_of(form, forced, self.served.tokenizer, is_single=is_single)
