@@ -108,7 +108,7 @@ def test_the_loss_is_of_pairs_against_the_initial_weights(tmp_path: Path) -> Non
     )
     (tmp_path / "run" / FILE).write_bytes(b"")
     job = resolve(dataclasses.replace(job.config, resume=str(job.out), steps=3))
-    with pytest.raises(CheckpointError, match=r"reference.npy, .* is gone"):
+    with pytest.raises(CheckpointError, match=r"reference.npy, .* is missing"):
         run_ranks(trained, 1, job, threads=1)
     corpus = dataclasses.replace(job.config.corpus, document_mask=False)
     for changes, words in (
@@ -225,5 +225,4 @@ def test_losses_and_measures_are_those_of_trl(tmp_path: Path, lora: str | None) 
         adapters = tmp_path / "first" / FOLDER
     logs = logs_of_trl(tmp_path, adapters)
     losses, _ = run_ranks(trained, 1, resolve(config), threads=1)[0]
-    print([log["loss"] for log in logs], losses)
     assert losses == pytest.approx([log["loss"] for log in logs], rel=2e-5)
