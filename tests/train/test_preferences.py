@@ -108,7 +108,7 @@ def test_the_loss_is_of_pairs_against_the_initial_weights(tmp_path: Path) -> Non
     )
     (tmp_path / "run" / FILE).write_bytes(b"")
     job = resolve(dataclasses.replace(job.config, resume=str(job.out), steps=3))
-    with pytest.raises(CheckpointError, match=r"reference.npy, .* is gone"):
+    with pytest.raises(CheckpointError, match=r"reference.npy, .* is missing"):
         run_ranks(trained, 1, job, threads=1)
     corpus = dataclasses.replace(job.config.corpus, document_mask=False)
     for changes, words in (

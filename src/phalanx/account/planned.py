@@ -97,6 +97,7 @@ class DecoderModel:
         precision: data type of the arithmetic.
         has_documents: whether a sequence packs several documents.
         moments: 2, as for AdamW, or 0 without an optimizer.
+        logit_bytes: bytes held per logit by a loss that reads all logits of a microbatch; else 0.
     """
 
     shape: ModelShape
@@ -104,6 +105,7 @@ class DecoderModel:
     precision: str = "bfloat16"
     has_documents: bool = False
     moments: float = 2.0
+    logit_bytes: int = 0
 
     @property
     def num_parameters(self) -> int:
@@ -139,6 +141,7 @@ class DecoderModel:
         """Return the bytes in flight at each pp coordinate; they do not depend on fsdp's shards."""
         from phalanx.account.activations import in_flight
 
+        logit_bytes = logit_bytes or self.logit_bytes * step.strategy.tp.degree  # tp gathers them
         return in_flight(step.with_one_data_axis, device, kept, logit_bytes)
 
     def flops(self, step: PlannedStep[Any]) -> tuple[float, float]:
@@ -158,9 +161,10 @@ def decoder_step(
     precision: str = "bfloat16",
     *,
     has_documents: bool = False,
+    logit_bytes: int = 0,
 ) -> PlannedStep[DecoderModel]:
     """Return a step of a decoder; see `DecoderModel` and `PlannedStep`."""
-    model = DecoderModel(shape, seq_len, precision, has_documents)
+    model = DecoderModel(shape, seq_len, precision, has_documents, logit_bytes=logit_bytes)
     return PlannedStep(model, strategy, microbatch, accumulation)
 
 

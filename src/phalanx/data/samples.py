@@ -75,7 +75,7 @@ class Samples:
     Each process maps the file into memory on first use; a pickle has the file's header but not its
     tokens. With `document_mask`, positions restart at each document, and attention is restricted to
     the document. `reference` has the log-probability of document n of each sample by the model that
-    DPO starts from; None without one.
+    DPO starts from, or NaN if there is no such document.
     """
 
     file: TokenFile
@@ -131,13 +131,17 @@ class Samples:
             torch.from_numpy(np.ascontiguousarray(positions_BT)),
             documents_BT,
             torch.from_numpy(np.asarray(rows_B, dtype=np.int64)),
-            None if self.reference is None else torch.from_numpy(self.reference[samples_B]),
+            None
+            if self.reference is None
+            else torch.from_numpy(
+                np.where(samples_B[:, None] < 0, np.nan, self.reference[samples_B])
+            ),
         )
 
-    def most_documents(self) -> int:
-        """Return the number of documents of the sample that has most, of a marked file."""
+    def num_documents(self) -> npt.NDArray[np.int64]:
+        """Return the number of documents of each sample of a marked file, padding included."""
         opens = (np.asarray(self._tokens[: len(self) * self.seq_len]) & OPENS) > 0
-        return int(opens.reshape(-1, self.seq_len).sum(axis=1).max(initial=0))
+        return opens.reshape(-1, self.seq_len).sum(axis=1)
 
     def count_bytes(
         self, samples: npt.NDArray[np.int64], token_bytes_V: npt.NDArray[np.int32]

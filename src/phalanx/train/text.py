@@ -51,7 +51,7 @@ from phalanx.train.notice import announce, notice_if_slow
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.precision import resolve
-from phalanx.train.preference import Preference, Reference
+from phalanx.train.preference import Preference, Reference, logit_bytes
 from phalanx.train.report.sample import opening, write_text
 from phalanx.train.session import Session
 from phalanx.train.step import StepResult
@@ -82,10 +82,9 @@ class TextSession(Session):
         self.start = job.start
         self.global_rows = job.batch.global_size
         self.validation = dataclasses.replace(job.samples, file=job.tokens.validation)
-        objective, self.reference = NextToken(config.seed, job.shape.dropout), None
-        if job.has_pairs:
-            objective = Preference(config.seed, job.shape.dropout, config.dpo.beta)
-            self.reference = Reference(objective)
+        how = (config.seed, job.shape.dropout)
+        objective = Preference(*how, config.dpo.beta) if job.has_pairs else NextToken(*how)
+        self.reference = Reference() if job.has_pairs else None
         super().__init__(
             job.strategy,
             config,
@@ -156,16 +155,9 @@ class TextSession(Session):
         line = self.saver.reserve(self.model, self.step.optimizer, free_bytes)
         if line is not None and self.comm.is_first:
             Terminal().say(line)
-        if self.reference is not None:
-            self.reference.fill(
-                [self.job.samples, self.validation],
-                model=self.model,
-                run=self.step.run,
-                comm=self.comm,
-                microbatch=self.job.batch.microbatch,
-                out=self.out,
-                start=self.start,
-            )
+        objective = self.step.objective
+        if self.reference is not None and isinstance(objective, Preference):
+            self.reference.fill(self, objective)
         self.loader = loader_of(self.job, self.data_rank)
         self.loader.device = self.comm.device
         return self.loader
@@ -247,6 +239,7 @@ class TextSession(Session):
             accumulation=job.batch.accumulation,
             precision=self.precision.name,
             has_documents=job.config.corpus.document_mask,
+            logit_bytes=logit_bytes(self.precision.name) if job.has_pairs else 0,
         )
 
     @override

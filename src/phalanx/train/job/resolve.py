@@ -228,29 +228,19 @@ def _tokens_of(request: Request, progress: Progress | None) -> TokenFiles:
 
 
 def _check_pairs(request: Request) -> None:
-    """Check that the run can train on preferences.
-
-    Raises:
-        ConfigError: the strategy splits a row or has parameter servers, or there is no document
-            mask.
-    """
-    strategy, what = request.strategy, f"the data {request.config.data} are preferences"
+    """Raise ConfigError if the run cannot train on preferences."""
+    strategy, asked = request.strategy, f"strategy is {request.strategy}"
     if strategy.cp.degree > 1:
-        raise ConfigError(
-            f"strategy is {strategy} and {what}, whose loss sums the tokens of an answer, but cp "
-            f"has them on several ranks; the nearest is dp{strategy.cp.degree}"
-        )
-    if strategy.is_served:
-        raise ConfigError(
-            f"strategy is {strategy} and {what}, whose reference is the model of the run's start, "
-            f"but a worker of parameter servers may join later; the nearest is "
-            f"dp{strategy.dp.degree}"
-        )
-    if not request.config.corpus.document_mask:
-        raise ConfigError(
-            f"corpus.document_mask is off and {what}, of which a row has several answers; leave it "
-            "on"
-        )
+        why = "their loss sums the tokens of an answer, which cp has on several ranks"
+    elif strategy.is_served:
+        why = "the reference is the model at the start, and a worker of servers may join later"
+    elif not request.config.corpus.document_mask:
+        asked, why = "corpus.document_mask is off", "a row has several answers; leave it on"
+    else:
+        return
+    if request.config.corpus.document_mask:
+        why += f"; the nearest is dp{strategy.num_ranks}"
+    raise ConfigError(f"{asked}, but the data {request.config.data} are preferences: {why}")
 
 
 def _check_split(request: Request) -> None:
