@@ -186,6 +186,11 @@ class Strategy:
         return self.dp.degree * self.fsdp.degree
 
     @property
+    def splits_rows(self) -> bool:
+        """Whether ranks have different positions of the same row."""
+        return self.cp.degree > 1
+
+    @property
     def has_whole_samples(self) -> bool:
         """Whether each rank processes whole samples; tp splits their features, cp positions."""
         return self.tp.degree * self.cp.degree == 1

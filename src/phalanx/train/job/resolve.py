@@ -230,8 +230,8 @@ def _tokens_of(request: Request, progress: Progress | None) -> TokenFiles:
 def _check_pairs(request: Request) -> None:
     """Raise ConfigError if the run cannot train on preferences."""
     strategy, asked = request.strategy, f"strategy is {request.strategy}"
-    if strategy.cp.degree > 1:
-        why = "their loss sums the tokens of an answer, which cp has on several ranks"
+    if strategy.splits_rows:
+        why = "their loss sums the tokens of an answer, which it has on several ranks"
     elif strategy.is_served:
         why = "the reference is the model at the start, and a worker of servers may join later"
     elif not request.config.corpus.document_mask:
