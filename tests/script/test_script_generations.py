@@ -130,7 +130,7 @@ def own_loop(
     return taken, rows, str(run.strategy)
 
 
-@pytest.mark.parametrize("first", ["fsdp4", by_hand("dp4"), by_hand("dp2,fsdp2")])
+@pytest.mark.parametrize("first", [by_hand("fsdp4"), by_hand("dp4"), by_hand("dp2,fsdp2")])
 def test_an_own_loop_continues_on_fewer_and_more_ranks(
     first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,7 @@ def loss_of_the_first_step(job: Job) -> float:
     return loss_sum / num_valid
 
 
+@pytest.mark.slow
 def test_the_loss_is_of_the_answers_alone_under_any_strategy(tmp_path: Path) -> None:
     config = chat_run(tmp_path, strategy="dp2")
     job = resolve(config)
