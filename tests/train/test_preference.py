@@ -16,7 +16,8 @@ from model_folder import CHATML, model_folder
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.adapters import FOLDER
 from phalanx.checkpoint.weights import load_decoder, open_checkpoint
-from phalanx.config import BatchConfig, CorpusConfig, DpoConfig, OptimizerConfig, TrainConfig
+from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, TrainConfig
+from phalanx.config.schema import DpoConfig
 from phalanx.data.token_file import OPENS, TRAINED
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.convert import open_hugging_face
@@ -106,6 +107,8 @@ def test_the_loss_is_of_pairs_against_the_initial_weights(tmp_path: Path) -> Non
     assert last["rewards/margins"] == pytest.approx(
         last["rewards/chosen"] - last["rewards/rejected"]
     )
+    lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["unit"] == "pairs"
     (tmp_path / "run" / FILE).write_bytes(b"")
     job = resolve(dataclasses.replace(job.config, resume=str(job.out), steps=3))
     with pytest.raises(CheckpointError, match=r"reference.npy, .* is missing"):

@@ -3,7 +3,6 @@
 from phalanx.config.schema import (
     BatchConfig,
     CorpusConfig,
-    DpoConfig,
     OptimizerConfig,
     ShapeConfig,
     TrainConfig,
@@ -14,7 +13,6 @@ __all__ = [
     "BatchConfig",
     "BatchPlan",
     "CorpusConfig",
-    "DpoConfig",
     "OptimizerConfig",
     "ShapeConfig",
     "TrainConfig",

@@ -4,13 +4,13 @@ messages            {"messages": [{"role": "user", "content": "..."}, ...], "too
 prompt-completion   {"prompt": "..." or [message, ...], "completion": "..." or [message, ...]}
 sharegpt            {"conversations": [{"from": "human", "value": "..."}, ...], "system": "..."}
 alpaca              {"instruction": "...", "input": "...", "output": "...", "history": [[q, a]]}
-preference          {"prompt": ..., "chosen": ..., "rejected": ...} as in prompt-completion, or
-                    {"chosen": [message, ...], "rejected": [message, ...]}: two conversations, of
-                    which the common beginning is the prompt
+preference          {"prompt": ..., "chosen": ..., "rejected": ...} as in prompt-completion; or
+                    chosen and rejected alone, conversations that begin alike, with the prompt
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -100,24 +100,18 @@ def conversation_of(
             first = len(messages)
             messages += _side(row["completion"], "assistant", f"{where}: completion")
         case "preference":
-            chosen, rejected = (
-                _side(row[name], "assistant", f"{where}: {name}") for name in LAYOUTS[layout]
-            )
-            # Conversations as a whole begin with a question, completions with an answer.
-            if row.get("prompt") is None or chosen[0]["role"] != "assistant":
-                pairs = enumerate(zip(chosen, rejected, strict=False))
-                shorter = min(len(chosen), len(rejected))
-                first = next((n for n, (one, other) in pairs if one != other), shorter)
-                prompt, chosen, rejected = chosen[:first], chosen[first:], rejected[first:]
-                if not prompt:
-                    raise DataError(
-                        f"{where}: chosen and rejected have no common beginning, which is the "
-                        "prompt; give it in the field prompt"
-                    )
-            else:
+            sides = [_side(row[name], "assistant", f"{where}: {name}") for name in LAYOUTS[layout]]
+            if row.get("prompt") is not None and sides[0][0]["role"] == "assistant":
                 prompt = _side(row["prompt"], "user", f"{where}: prompt")
-                first = len(prompt)
-            messages = prompt + (rejected if is_rejected else chosen)
+            else:  # conversations as a whole, of which the first message is a question
+                pairs = itertools.takewhile(
+                    lambda pair: pair[0] == pair[1], zip(*sides, strict=False)
+                )
+                prompt = [message for message, _ in pairs]
+                sides = [side[len(prompt) :] for side in sides]
+            if not prompt:
+                raise DataError(f"{where}: chosen and rejected begin differently; give the prompt")
+            first, messages = len(prompt), prompt + sides[is_rejected]
         case "sharegpt":
             messages = _messages(row["conversations"], f"{where}: conversations")
         case _:

@@ -171,9 +171,8 @@ def _encode(
                 counts["cut"] += 1
                 pieces = [each[: corpus.seq_len // len(pieces)] for each in pieces]
                 marked = np.concatenate(pieces)
-            num_trained = int(np.count_nonzero(marked & TRAINED))
-            if not all(np.any(each & TRAINED) for each in pieces):
-                num_trained = 0
+            in_pieces = [int(np.count_nonzero(each & TRAINED)) for each in pieces]
+            num_trained = sum(in_pieces) if all(in_pieces) else 0
             if num_trained:
                 packers[is_validation].add(marked)
                 if chat.turns[0] and not opening.get(is_validation):

@@ -18,7 +18,6 @@ import io
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -38,7 +37,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.loss import IGNORE
 from phalanx.object_store import fetch
 from phalanx.storage import replace_file
-from phalanx.train.notice import announce, notice_if_slow
+from phalanx.train.notice import announce
 from phalanx.train.objective import NextToken
 
 if TYPE_CHECKING:
@@ -46,8 +45,6 @@ if TYPE_CHECKING:
 
 FILE: Final = "reference.npy"
 """File of a run folder with the reference's log-probabilities, float64."""
-
-_REPORT_S: Final = 10.0
 
 
 @dataclass(frozen=True)
@@ -69,49 +66,47 @@ class Preference(NextToken):
         if _is_passed_on(model):
             return logits_BTV
         labels_BT, documents_BT = microbatch.labels_BT, microbatch.documents_BT
-        logits_NV = logits_BTV.to(torch.promote_types(logits_BTV.dtype, torch.float32)).flatten(
-            0, 1
-        )
+        wide = torch.promote_types(logits_BTV.dtype, torch.float32)
         how: dict[str, Any] = {"ignore_index": IGNORE, "reduction": "none"}
-        losses_BT = F.cross_entropy(logits_NV, labels_BT.flatten(), **how).view_as(labels_BT)
-        if documents_BT is None:
-            documents_BT = torch.zeros(labels_BT.shape, dtype=torch.int64)
+        losses_N = F.cross_entropy(logits_BTV.to(wide).flatten(0, 1), labels_BT.flatten(), **how)
         # A sum by a mask has one order on every device, unlike `scatter_add` on a GPU.
         numbers_N = torch.arange(_reference(microbatch).shape[1], device=labels_BT.device)
-        is_of_BTN = to_device(documents_BT, labels_BT.device)[..., None] == numbers_N
-        return -(losses_BT.double()[..., None] * is_of_BTN).sum(1)
+        numbers_BT = torch.zeros(1, 1) if documents_BT is None else documents_BT
+        is_of_BTN = to_device(numbers_BT, labels_BT.device)[..., None] == numbers_N
+        return -(losses_N.view_as(labels_BT).double()[..., None] * is_of_BTN).sum(1)
 
     @override
     def loss_sum(self, model: nn.Module, microbatch: Batch, step: int) -> Tensor:
         """Return the sum of the losses of the pairs."""
-        logps_BN = self.log_probabilities(model, microbatch, step)
-        if _is_passed_on(model):
-            return logps_BN
-        chosen_BP, rejected_BP = self._rewards(logps_BN, microbatch)
-        return -F.logsigmoid(chosen_BP - rejected_BP).where(_is_pair(microbatch), 0).sum()
+        sums = self._sums(model, microbatch, step)
+        return sums if isinstance(sums, Tensor) else sums["loss"]
 
     @override
     def num_valid(self, microbatch: Batch) -> Tensor:
         """Return the number of pairs."""
-        return _is_pair(microbatch).sum()
+        return (~_reference(microbatch)[:, ::2].isnan()).sum()
 
     def metric_sums(self, model: nn.Module, microbatch: Batch) -> Mapping[str, Tensor] | Tensor:
         """Return the sums over the pairs of the measures that TRL's DPOTrainer logs."""
-        logps_BN = self.log_probabilities(model, microbatch, 0)
+        sums = self._sums(model, microbatch, 0)
+        return sums if isinstance(sums, Tensor) else {n: sums[n] for n in sums if n != "loss"}
+
+    def _sums(self, model: nn.Module, microbatch: Batch, step: int) -> dict[str, Tensor] | Tensor:
+        logps_BN = self.log_probabilities(model, microbatch, step)
         if _is_passed_on(model):
             return logps_BN
-        chosen_BP, rejected_BP = self._rewards(logps_BN, microbatch)
-        measures_BP = {
+        reference_BN = _reference(microbatch)
+        rewards_BN = self.beta * (logps_BN - reference_BN.nan_to_num())
+        chosen_BP, rejected_BP = rewards_BN[:, ::2], rewards_BN[:, 1::2]
+        of_pairs_BP = {
+            "loss": -F.logsigmoid(chosen_BP - rejected_BP),
             "rewards/chosen": chosen_BP,
             "rewards/rejected": rejected_BP,
             "rewards/accuracies": (chosen_BP > rejected_BP).double(),
             "rewards/margins": chosen_BP - rejected_BP,
         }
-        return {n: each.where(_is_pair(microbatch), 0).sum() for n, each in measures_BP.items()}
-
-    def _rewards(self, logps_BN: Tensor, microbatch: Batch) -> tuple[Tensor, Tensor]:
-        rewards_BN = self.beta * (logps_BN - _reference(microbatch).nan_to_num())
-        return rewards_BN[:, ::2], rewards_BN[:, 1::2]
+        is_pair_BP = ~reference_BN[:, ::2].isnan()
+        return {name: each.where(is_pair_BP, 0).sum() for name, each in of_pairs_BP.items()}
 
 
 def _reference(microbatch: Batch) -> Tensor:
@@ -119,95 +114,81 @@ def _reference(microbatch: Batch) -> Tensor:
     return microbatch.reference_BN
 
 
-def _is_pair(microbatch: Batch) -> Tensor:
-    return ~_reference(microbatch)[:, ::2].isnan()
-
-
 def _is_passed_on(model: nn.Module) -> bool:
     """Return whether the output of the model is the input of the next pipeline stage."""
     return isinstance(model, Decoder) and model.stage is not None and not model.stage.is_last
 
 
-def logit_bytes(precision: str) -> int:
-    """Return the most bytes that the loss holds at a time for each logit of a microbatch."""
-    # Backward of the cross-entropy: logarithms of the softmax, and two gradients.
-    return 3 * torch.promote_types(getattr(torch, precision), torch.float32).itemsize
-
-
+@dataclass
 class Reference:
-    """The reference's log-probabilities of the samples of a run; a part of its checkpoints."""
+    """The log-probabilities of a run's samples by its reference; a part of its checkpoints."""
 
-    def __init__(self) -> None:
-        self._digest = ""
+    objective: Preference
+    digest: str = ""
 
     def state_dict(self) -> dict[str, str]:
         """Return the sha256 of FILE; nothing before it is known."""
-        return {"sha256": self._digest} if self._digest else {}
+        return {"sha256": self.digest} if self.digest else {}
 
     def load_state_dict(self, state_dict: Any, /) -> None:
         """Load the sha256 of the file that `fill` then reads."""
-        self._digest = str(state_dict["sha256"])
+        self.digest = str(state_dict["sha256"])
 
-    def fill(self, session: TextSession, objective: Preference) -> None:
+    def fill(self, session: TextSession) -> None:
         """Set the reference of all samples: computed in a new run, else read; all ranks call this.
 
         Raises:
             CheckpointError: the run to resume has no file, or not the one of its checkpoint.
         """
-        sets, start = [session.job.samples, session.validation], session.start
+        sets, start, out = [session.job.samples, session.validation], session.start, session.out
         for samples in sets:
             num_B1 = samples.num_documents()[:, None] // 2 * 2  # padding is no pair
             numbers_N = np.arange(num_B1.max(initial=0))
             samples.reference = np.where(numbers_N < num_B1, 0.0, np.nan)
-        if start is not None:
-            content = on_first_rank(lambda: self._read(start.folder), "cannot resume")
-        else:
-            buffer = io.BytesIO()
-            np.save(buffer, np.concatenate([_computed(s, session, objective) for s in sets], None))
+        buffer = io.BytesIO()
+        if start is None:
+            np.save(buffer, np.concatenate([self._computed(s, session) for s in sets], None))
+
+        def kept() -> bytes:
             content = buffer.getvalue()
-            self._digest = hashlib.sha256(content).hexdigest()
-        out = session.out
-        on_first_rank(lambda: replace_file(out / FILE, content), f"cannot write to {out}")
+            if start is not None:
+                file = fetch((manifest.run_of(start.folder) or start.folder) / FILE)
+                content = file.read_bytes() if file.is_file() else b""
+                if hashlib.sha256(content).hexdigest() != self.digest:
+                    raise CheckpointError(
+                        f"{file}, the log-probabilities by the weights that the run began with, is "
+                        "missing or not the one that the checkpoint was saved with; put it back"
+                    )
+            replace_file(out / FILE, content)
+            return content
+
+        content = on_first_rank(kept, f"cannot keep {FILE} in {out}")  # the same on every rank
+        self.digest = hashlib.sha256(content).hexdigest()
         numbers: npt.NDArray[np.float64] = np.load(io.BytesIO(content))
         for samples in sets:
             assert samples.reference is not None, "set above"
             part, numbers = np.split(numbers, [samples.reference.size])
             samples.reference = part.reshape(samples.reference.shape)
 
-    def _read(self, checkpoint: Path) -> bytes:
-        file = fetch((manifest.run_of(checkpoint) or checkpoint) / FILE)
-        content = file.read_bytes() if file.is_file() else b""
-        if hashlib.sha256(content).hexdigest() != self._digest:
-            raise CheckpointError(
-                f"{file}, the log-probabilities by the weights that the run began with, is missing "
-                "or not the one that the checkpoint was saved with; put it back"
-            )
-        return content
-
-
-def _computed(
-    samples: Samples, session: TextSession, objective: Preference
-) -> npt.NDArray[np.float64]:
-    """Return the log-probabilities of all documents by the present weights, on every rank."""
-    comm, model, rows = session.comm, session.model, session.job.batch.microbatch
-    assert samples.reference is not None, "its shape is known"
-    logps, reported_s = torch.zeros(samples.reference.shape, dtype=torch.float64), time.monotonic()
-    how = {"microbatch": rows, "rank": comm.coord("data"), "num_ranks": comm.size("data")}
-    model.eval()
-    with notice_if_slow("computing the log-probabilities of the reference"):
-        batches = evaluation_batches(samples, np.arange(len(samples)), **how)
-        for number, batch in enumerate(batches, start=1):
+    def _computed(self, samples: Samples, session: TextSession) -> npt.NDArray[np.float64]:
+        """Return the log-probabilities of all documents by the present weights, on every rank."""
+        comm, model = session.comm, session.model
+        assert samples.reference is not None, "its shape is known"
+        logps = torch.zeros(samples.reference.shape, dtype=torch.float64)
+        reported_s = time.monotonic()
+        rows, ranks = session.job.batch.microbatch, comm.size("data")
+        how = {"microbatch": rows, "rank": comm.coord("data"), "num_ranks": ranks}
+        model.eval()
+        for number, batch in enumerate(evaluation_batches(samples, np.arange(len(samples)), **how)):
             found = session.step.run.infer(
-                batch.to(comm.device), lambda each: objective.log_probabilities(model, each, 0)
+                batch.to(comm.device), lambda each: self.objective.log_probabilities(model, each, 0)
             )
             if found is not None:  # of pipeline stages, the last has them
                 is_row_B = batch.rows_B >= 0
                 logps[batch.rows_B[is_row_B]] = found.cpu()[is_row_B]
-            if time.monotonic() - reported_s > _REPORT_S:
+            if time.monotonic() - reported_s > 10:
                 reported_s = time.monotonic()
-                announce(
-                    f"reference: {number * rows * how['num_ranks']:,} of {len(samples):,} rows"
-                )
-    model.train()
-    summed = comm.all_reduce(logps.to(comm.device), "loss").cpu().numpy()
-    return np.where(np.isnan(samples.reference), np.nan, summed)
+                announce(f"reference: {number * rows * ranks:,} of {len(samples):,} rows")
+        model.train()
+        summed = comm.all_reduce(logps.to(comm.device), "loss").cpu().numpy()
+        return np.where(np.isnan(samples.reference), np.nan, summed)

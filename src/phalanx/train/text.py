@@ -51,7 +51,7 @@ from phalanx.train.notice import announce, notice_if_slow
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.precision import resolve
-from phalanx.train.preference import Preference, Reference, logit_bytes
+from phalanx.train.preference import Preference, Reference
 from phalanx.train.report.sample import opening, write_text
 from phalanx.train.session import Session
 from phalanx.train.step import StepResult
@@ -84,7 +84,9 @@ class TextSession(Session):
         self.validation = dataclasses.replace(job.samples, file=job.tokens.validation)
         how = (config.seed, job.shape.dropout)
         objective = Preference(*how, config.dpo.beta) if job.has_pairs else NextToken(*how)
-        self.reference = Reference() if job.has_pairs else None
+        self.reference = Reference(objective) if isinstance(objective, Preference) else None
+        if job.has_pairs:
+            self.unit = "pairs"
         super().__init__(
             job.strategy,
             config,
@@ -155,9 +157,8 @@ class TextSession(Session):
         line = self.saver.reserve(self.model, self.step.optimizer, free_bytes)
         if line is not None and self.comm.is_first:
             Terminal().say(line)
-        objective = self.step.objective
-        if self.reference is not None and isinstance(objective, Preference):
-            self.reference.fill(self, objective)
+        if self.reference is not None:
+            self.reference.fill(self)
         self.loader = loader_of(self.job, self.data_rank)
         self.loader.device = self.comm.device
         return self.loader
@@ -204,6 +205,8 @@ class TextSession(Session):
 
     @override
     def num_units(self, result: StepResult) -> int:
+        if self.job.has_pairs:
+            return result.num_valid_tokens
         return self.loader.num_rows * self.job.config.corpus.seq_len
 
     @property
@@ -239,7 +242,8 @@ class TextSession(Session):
             accumulation=job.batch.accumulation,
             precision=self.precision.name,
             has_documents=job.config.corpus.document_mask,
-            logit_bytes=logit_bytes(self.precision.name) if job.has_pairs else 0,
+            # Backward of the pairs' loss holds logarithms of the softmax, and two gradients.
+            logit_bytes=3 * max(4, self.precision.compute.itemsize) if job.has_pairs else 0,
         )
 
     @override
