@@ -38,7 +38,12 @@ FIELDS: Final = (
     FieldRow("max_tokens", "1", "taken", "16 in completions, all positions left in chats"),
     FieldRow("max_tokens", "0", "refused", "0 needs echo or prompt_logprobs"),
     FieldRow("max_completion_tokens", "2", "taken", "as max_tokens", "chats"),
-    FieldRow("min_tokens", "0 2", "taken", "before it no token or text ends the generation"),
+    FieldRow(
+        "min_tokens",
+        "0 2",
+        "taken",
+        "before it no end token or text ends the answer; a whole grammar may",
+    ),
     FieldRow("min_tokens", "9", "refused", "at most max_tokens"),
     FieldRow("temperature", "0 0.7", "taken", "0 is greedy"),
     FieldRow("temperature", "-1", "refused", ""),

@@ -193,7 +193,7 @@ def _tokens_of(request: Request, progress: Progress | None) -> TokenFiles:
                 f"chat_template is {config.chat_template}, but the data are text, not chats; "
                 f"rows of chats have the fields {' or '.join(map(' and '.join, LAYOUTS.values()))}"
             )
-        return prepare(config.data, config.corpus, **how)
+        return prepare(data, config.corpus, **how)
     if layout == PREFERENCE:
         _check_pairs(request)
     # jinja2 and more, which a run on text does not need.
