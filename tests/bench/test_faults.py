@@ -130,6 +130,7 @@ def seen(run: Path) -> History:
     return timeline
 
 
+@pytest.mark.slow
 def test_another_run_differs_in_losses_and_weights_and_a_shorter_one_in_steps_and_samples(
     tmp_path: Path,
 ) -> None:

@@ -98,7 +98,7 @@ RECEIVES_AHEAD = """\
 
 
 @pytest.mark.parametrize(
-    ("both_send", "in_turn"), [(BOTH_SEND[:1], IN_TURN[1:]), by_hand(BOTH_SEND[1:], IN_TURN[:1])]
+    ("both_send", "in_turn"), [(BOTH_SEND[:1], ()), by_hand(BOTH_SEND, IN_TURN)]
 )
 def test_pipelines_over_one_group_and_ties_that_both_receive_first_are_found(
     both_send: tuple[str, ...], in_turn: tuple[str, ...], tmp_path: Path

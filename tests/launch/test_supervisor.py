@@ -35,7 +35,8 @@ def stop_rank(stopped: int) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-@pytest.mark.parametrize("stopped", [by_hand(0), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_is_named_at_once_and_ends_the_job(
     stopped: int, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def start_two(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_long_preparation_is_waited_for_a_second_run_joins_once_and_ranks_that_differ_are_named(
     script: str,
 ) -> None:

@@ -318,8 +318,8 @@ def all_trained(strategy: str, forms: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("strategy", "forms"),
     [
-        ("dp2", FORMS[::3]),
-        ("fsdp2", FORMS[1::3]),
+        ("dp2", FORMS[::4]),
+        ("fsdp2", FORMS[1::4]),
         by_hand("dp2", FORMS),
         by_hand("fsdp2", FORMS),
         by_hand("dp3", FORMS),

@@ -166,6 +166,7 @@ def trained(name: str | None) -> tuple[list[float], int]:
     return losses, num_other
 
 
+@pytest.mark.slow
 def test_training_ends_where_float32_does() -> None:
     exact_losses, _ = run_ranks(trained, 2, None)[0]
     assert exact_losses[-1] < exact_losses[0] / 4
