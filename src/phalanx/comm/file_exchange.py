@@ -79,7 +79,7 @@ class FileExchange:
                 with partial.open("wb") as file:  # a write to a page without room is a SIGBUS
                     os.posix_fallocate(file.fileno(), 0, each.num_bytes)
                 for chunk in _chunks(partial, each.num_bytes):
-                    _wait(self._group.recv([chunk], each.source, 0))
+                    _complete(self._group.recv, chunk, each.source)
                     moved()
                 partial.rename(path)
             sending.result()
@@ -87,13 +87,13 @@ class FileExchange:
     def _send(self, transfers: Sequence[FileTransfer], folder: Path) -> None:
         for each in transfers:
             for chunk in _chunks(folder / each.name, each.num_bytes):
-                _wait(self._group.send([chunk], each.target, 0))
+                _complete(self._group.send, chunk, each.target)
                 self.bytes_sent += len(chunk)
 
 
-def _wait(work: Any) -> None:
-    try:
-        work.wait()
+def _complete(call: Any, chunk: torch.Tensor, peer: int) -> None:
+    try:  # gloo reports a peer that has gone by the wait, or by the call after it went
+        call([chunk], peer, 0).wait()
     except RuntimeError as error:
         raise PeerLost(f"a host that sends or gets files has gone: {reason_of(error)}") from error
 
