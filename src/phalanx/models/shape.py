@@ -105,6 +105,80 @@ class Lora:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertShape:
+    """Experts in place of the MLP: a router sends each token to `top_k` of `num_experts` MLPs.
+
+    Shazeer et al., Outrageously Large Neural Networks, 2017; Fedus et al., Switch Transformers,
+    2021; for sigmoid scores, groups and the balancing bias DeepSeek-AI, DeepSeek-V3, 2024, section
+    2.1.2. Scores are computed in float32, in float64 for a float64 model.
+
+    Attributes:
+        num_experts: number of experts that a router selects from.
+        top_k: number of experts of each token.
+        ffn: inner size of an expert.
+        first_dense: number of first blocks that have an MLP, of the shape's `ffn`, and no experts.
+        score: how logits become scores: softmax over the experts, or sigmoid of each.
+        renormalizes: whether the weights of a token's experts are divided by their sum.
+        scaling: factor of the weights, after they are renormalized.
+        num_groups: number of equal groups of consecutive experts.
+        top_groups: number of groups with the best scores, from which experts are selected.
+        group_score: score of a group: the largest of its experts', or the sum of the two largest.
+        has_bias: whether a bias that only selects, and is no factor of the output, balances loads.
+        bias_rate: change of the bias of an expert a step, down if its load is above the mean.
+        shared_ffn: inner size of the shared expert, which every token visits; 0 for none.
+        has_shared_gate: whether the sigmoid of a linear map scales the shared expert's output.
+        aux_loss: coefficient of the balancing loss E sum_e f_e P_e, over the global batch; f_e is
+            the share of expert e in all selections times `top_k`, P_e its mean score.
+        pools_layers: whether f and P are means over all layers, and not of one layer each.
+        z_loss: coefficient of the mean squared log-sum-exp of the logits (Zoph et al. 2022).
+        capacity: most tokens of an expert, as a multiple of the mean; later ones are dropped. None
+            for no limit.
+    """
+
+    num_experts: int
+    top_k: int
+    ffn: int
+    first_dense: int = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalizes: bool = False
+    scaling: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    has_bias: bool = False
+    bias_rate: float = 0.0
+    shared_ffn: int = 0
+    has_shared_gate: bool = False
+    aux_loss: float = 0.0
+    pools_layers: bool = False
+    z_loss: float = 0.0
+    capacity: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """Multi-head latent attention: keys and values are projections of one small vector a token.
+
+    DeepSeek-AI, DeepSeek-V2, 2024, section 2.1. A head's query and key have `plain_dim` features
+    without position and `rope_dim` with rotary embedding; the latter part of the key is one for all
+    heads.
+
+    Attributes:
+        query_rank: width of the latent vector of queries; None for a direct projection.
+        kv_rank: width of the latent vector of keys and values.
+        plain_dim: features of a query or key without position.
+        rope_dim: features of a query or key with position.
+        value_dim: features of a value.
+    """
+
+    query_rank: int | None
+    kv_rank: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes and choices of one decoder-only transformer.
 
@@ -147,6 +221,10 @@ class ModelShape:
     dropout: float = 0.0
     lora: Lora | None = None
     """Adapters of the linear maps; with them, all other parameters are frozen."""
+    experts: ExpertShape | None = None
+    """Experts in place of the MLPs."""
+    latent: LatentShape | None = None
+    """Latent attention in place of grouped queries."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
