@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from phalanx.comm.comm import Comm
@@ -33,6 +35,13 @@ class CountingComm(Comm, Phases):
         """
         super().__init__(axes, dict.fromkeys(axes, 0) | dict(coords or {}), torch.device("meta"))
         self._tally, self._takes_strides = Tally(), device == "cpu"
+
+    @property
+    def model_mesh(self) -> DeviceMesh:
+        """A mesh of all axes without process groups, on which a plan splits tensors."""
+        sizes, names = tuple(self.axes.values()), tuple(self.axes)
+        ranks = torch.arange(math.prod(sizes)).view(sizes)
+        return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=self.rank)
 
     def entries(self) -> list[Entry]:
         """Return one entry per phase, axis and op, in the order of their first calls."""
