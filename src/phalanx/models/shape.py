@@ -250,6 +250,26 @@ class ModelShape:
                 f"model shape: head_dim is {self.head_dim}; rotary embedding needs an even number, "
                 f"{self.head_dim + 1} is the nearest"
             )
+        if (of := self.latent) is not None:
+            needed = {
+                "head_dim": of.plain_dim + of.rope_dim,
+                "num_kv_heads": self.num_heads,
+                "position": "rope",
+                "bias": False,
+                "qk_norm": False,
+                "lora": None,
+            }
+            for name, value in needed.items():
+                if (actual := getattr(self, name)) != value:
+                    raise ConfigError(
+                        f"model shape: {name} is {actual}; with this `latent` it must be {value}"
+                    )
+            sizes = (of.query_rank or 1, of.kv_rank, of.plain_dim, of.rope_dim, of.value_dim)
+            if min(sizes) < 1 or of.rope_dim % 2 or of.value_dim > self.head_dim:
+                raise ConfigError(
+                    f"model shape: latent is {of}; expected sizes of at least 1, an even rope_dim "
+                    f"and a value_dim of at most plain_dim + rope_dim, {self.head_dim}"
+                )
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"model shape: dropout is {self.dropout}; it must be in [0, 1)")
 
