@@ -371,6 +371,6 @@ def decoder_of(model: nn.Module) -> Decoder:
     read = reader(shape, config.model_type, sizes, tensors.__getitem__)
     with torch.device("meta"):
         decoder = Decoder(shape)
-    weights = {name: read(name).detach().clone() for name, _ in decoder.named_parameters()}
+    weights = {name: read(name).detach().clone() for name in sizes_of(shape)}
     decoder.load_state_dict(weights, assign=True)
     return decoder
