@@ -18,9 +18,7 @@ def from_hf(state: Mapping[str, Tensor], shape: ModelShape, family: str) -> dict
     return {name: read(name) for name in sizes_of(shape)}
 
 
-def to_hf(
-    state: Mapping[str, Tensor], shape: ModelShape, family: str, is_stacked: bool = True
-) -> dict[str, Tensor]:
-    """Return the weights in their layout, in memory if `is_stacked`, else in files."""
-    links = table(shape, family, is_stacked and shape.experts is not None)
+def to_hf(state: Mapping[str, Tensor], shape: ModelShape, family: str) -> dict[str, Tensor]:
+    """Return the weights in their layout in memory."""
+    links = table(shape, family, is_stacked=True)
     return {link.theirs: link.join([state[name] for name in link.ours]) for link in links}

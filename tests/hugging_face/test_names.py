@@ -28,7 +28,6 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.loss import IGNORE
 from phalanx.models.registry import PRESETS, shape_of
 
-
 TOLERANCE = 1e-12
 
 
@@ -173,7 +172,7 @@ def test_transformers_makes_the_same_tensors_of_a_config(name: str) -> None:
 def test_one_tensor_at_a_time_is_the_whole(name: str) -> None:
     theirs, ours = pair(name)
     state, weights = theirs.state_dict(), ours.state_dict()
-    links = table(ours.shape, theirs.config.model_type)
+    links = table(ours.shape, theirs.config.model_type, is_stacked=True)
     for link in links:
         parts = link.split(state[link.theirs])
         assert all(torch.equal(weights[n], p) for n, p in zip(link.ours, parts, strict=True))

@@ -251,7 +251,7 @@ def families_of(shape: ModelShape) -> list[str]:
     if legal := [name for name, parts in differing.items() if not parts]:
         return legal
     closest = min(differing, key=lambda name: len(differing[name]))
-    kind = "" if shape.experts is None else "with experts, "
+    kind = "" if shape.experts is None else "those with experts, "
     raise ConfigError(
         f"no Hugging Face model type of {kind}{', '.join(differing)} supports this shape; the "
         f"nearest is {closest}, but {', '.join(differing[closest])}"

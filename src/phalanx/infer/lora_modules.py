@@ -64,7 +64,7 @@ def stacked(base: Weights, modules: Sequence[str]) -> tuple[Weights, AdapterSet]
             if weight.split(".", 2)[-1].removesuffix(".weight") not in known:
                 raise ConfigError(
                     f"lora_modules: {name} adapts '{weight}', but the server adapts only linear "
-                    f"maps of all blocks; phalanx convert {folders[name]} DST merges it into a model"
+                    f"maps of blocks; phalanx convert {folders[name]} DST merges it into a model"
                 )
     starts, owners = list[int](), list[int]()
     for number, adapter in enumerate(adapters, 1):

@@ -88,7 +88,9 @@ class Lora:
             ours = (*every,) if name == "all-linear" else TARGETS.get(name, ())
             if not ours or not set(every) >= set(ours):
                 legal = [n for n, of in TARGETS.items() if set(every) >= set(of)]
-                hint = "; experts have no adapters" if has_experts and ours else nearest(name, legal)
+                hint = (
+                    "; experts have no adapters" if has_experts and ours else nearest(name, legal)
+                )
                 if name in _FUSED:  # PEFT trains one A for all parts, Phalanx one for each
                     hint = f"; each of its parts gets an adapter: {_FUSED[name]}"
                 raise ConfigError(
