@@ -60,11 +60,11 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.is_rank_stabilized else self.rank)
 
     @staticmethod
-    def parse(text: str, mlp: str) -> Lora:
+    def parse(text: str, mlp: str, has_experts: bool = False) -> Lora:
         """Return the adapters that a setting such as `r=16,alpha=32,targets=q_proj+v_proj` names.
 
         Without `alpha`, it is twice the rank; without `targets`, all linear maps of the blocks of a
-        model of this `mlp` kind have adapters.
+        model of this `mlp` kind have adapters. Experts have none, as in PEFT.
 
         Raises:
             ConfigError: an entry is unknown or has an invalid value.
@@ -82,15 +82,15 @@ class Lora:
                 f"lora is {text!r}; expected r=RANK and, separated by commas, alpha=NUMBER, "
                 "targets=NAME+NAME or rslora, such as r=16,alpha=32"
             )
-        every = {ours: None for names in TARGETS.values() for ours in names}
-        if mlp == "gelu":
-            del every["mlp.gate"]
+        every = linear_maps(mlp, has_experts)
         chosen: set[str] = set()
         for name in targets.split("+"):
             ours = (*every,) if name == "all-linear" else TARGETS.get(name, ())
-            if not ours or not every.keys() >= set(ours):
-                legal = [n for n, of in TARGETS.items() if every.keys() >= set(of)]
-                hint = nearest(name, legal)
+            if not ours or not set(every) >= set(ours):
+                legal = [n for n, of in TARGETS.items() if set(every) >= set(of)]
+                hint = (
+                    "; experts have no adapters" if has_experts and ours else nearest(name, legal)
+                )
                 if name in _FUSED:  # PEFT trains one A for all parts, Phalanx one for each
                     hint = f"; each of its parts gets an adapter: {_FUSED[name]}"
                 raise ConfigError(
@@ -104,6 +104,14 @@ class Lora:
             targets=tuple(name for name in every if name in chosen),
             is_rank_stabilized=rslora is not None,
         )
+
+
+def linear_maps(mlp: str, has_experts: bool) -> list[str]:
+    """Return the names of the linear maps that every block has: those that may have an adapter."""
+    every = dict.fromkeys(ours for names in TARGETS.values() for ours in names)
+    if mlp == "gelu":
+        del every["mlp.gate"]
+    return [name for name in every if not (has_experts and name.startswith("mlp."))]
 
 
 @dataclass(frozen=True, kw_only=True)
