@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from phalanx.config import ShapeConfig
 from phalanx.errors import ConfigError, NotDivisible, nearest
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape
 
 SIZES = (
     *("vocab_size", "num_layers", "hidden", "num_heads"),
@@ -104,13 +104,15 @@ def with_sizes(shape: ModelShape, sizes: ShapeConfig) -> ModelShape:
     set. If num_heads is set, `num_kv_heads` stays equal to num_heads if it was; otherwise it
     becomes the largest divisor of num_heads up to its old value.
 
+    Entries of `experts` replace those of the shape's experts.
+
     Raises:
         NotDivisible: hidden / num_heads is not an integer.
         ConfigError: the sizes are not a valid model shape.
     """
-    values: dict[str, int | float | bool] = {
-        name: value for name, value in asdict(sizes).items() if value is not None
-    }
+    values: dict[str, Any] = {n: value for n, value in asdict(sizes).items() if value is not None}
+    if sizes.experts is not None:
+        values["experts"] = ExpertShape.parse(sizes.experts, shape.experts)
     hidden = int(values.get("hidden", shape.hidden))
     num_heads = int(values.get("num_heads", shape.num_heads))
     is_legal = hidden > 0 and num_heads > 0  # else ModelShape raises an error that names the size

@@ -223,8 +223,8 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None, published: Path | N
         return dataclasses.replace(wanted, lora=lora)
     held = dataclasses.replace(held, lora=None)  # merged into the weights if it has adapters
     wanted = dataclasses.replace(wanted, lora=None)
-    for name, value in dataclasses.asdict(held).items():
-        asked = getattr(wanted, name)
+    for name in (each.name for each in dataclasses.fields(held)):
+        value, asked = getattr(held, name), getattr(wanted, name)
         if asked != value and name != "dropout":
             words = f"model {config.model} with the given shape" if named else "the given shape"
             raise ConfigError(
