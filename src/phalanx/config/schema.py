@@ -106,8 +106,10 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, a cosine schedule with warm-up, and clipping."""
+    """AdamW or Muon, a cosine schedule with warm-up, and clipping."""
 
+    kind: Annotated[Literal["adamw", "muon"], Use.EQUAL] = "adamw"
+    """Optimizer; muon updates the matrices of blocks by Muon, and all other parameters by AdamW."""
     lr: Annotated[float, Use.EQUAL, Range(0, math.inf, "()")] = 2e-3
     """Highest learning rate."""
     min_lr_ratio: Annotated[float, Use.EQUAL, Range(0, 1, "[]")] = 0.02
@@ -123,6 +125,19 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Use.EQUAL, Range(0)] = 0.1
     """Decoupled decay of matrices; vectors (norms, biases) do not decay."""
+    matrix_lr: Annotated[float | None, Use.EQUAL, Range(0, math.inf, "()")] = None
+    """Highest learning rate of Muon's matrices; lr if unset."""
+    momentum: Annotated[float, Use.EQUAL, Range(0, 1)] = 0.95
+    """Decay of Muon's mean of the gradients."""
+    nesterov: Annotated[bool, Use.EQUAL] = True
+    """Whether Muon takes the mean one step ahead."""
+    adjust_lr: Annotated[Literal["original", "match_rms_adamw"], Use.EQUAL] = "match_rms_adamw"
+    """How Muon scales the rate of a matrix [A, B]: by the root of max(1, A/B), or by 0.2 times that
+    of max(A, B), which suits rates of AdamW."""
+    ns_steps: Annotated[int, Use.EQUAL, Range(1, 99, "[]")] = 5
+    """Newton-Schulz steps of Muon."""
+    ns_dtype: Annotated[Literal["bfloat16", "float32"], Use.EQUAL] = "bfloat16"
+    """Data type of Muon's Newton-Schulz steps; float64 for float64 weights."""
     clip_norm: Annotated[float, Use.EQUAL, Range(0)] = 1.0
     """Largest norm of the whole gradient; 0 switches clipping off."""
     clip_p: Annotated[float, Use.EQUAL, OneOf((1, 2, math.inf))] = 2.0
