@@ -65,7 +65,7 @@ class PlannedStep(Generic[AnyModel]):
         strategy = self.strategy
         if strategy.fsdp.degree == 1:
             return self
-        fsdp = Axis(strategy.data_ranks, Strategy.fsdp.kind)
+        fsdp = Axis(strategy.dp.degree * strategy.fsdp.degree, Strategy.fsdp.kind)
         return dataclasses.replace(
             self, strategy=dataclasses.replace(strategy, dp=Strategy.dp, fsdp=fsdp)
         )
