@@ -220,9 +220,9 @@ class ExpertShape:
                     f"as num_experts=8, separated by commas; they are {', '.join(hints)}"
                 )
             try:
-                values[name] = read_text(hints[name], value)
+                values[name] = read_text(name, hints[name], value)
             except ConfigError as error:
-                raise ConfigError(f"experts: {name} is {error}") from None
+                raise ConfigError(f"experts: {error}") from None
         if missing := {"num_experts", "top_k", "ffn"} - values.keys():
             raise ConfigError(
                 f"experts is {text!r}, without {' and '.join(sorted(missing))}; expected at least "

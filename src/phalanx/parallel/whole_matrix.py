@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from phalanx.comm.axes import SHARDS, axes_of, single_axis
+from phalanx.comm.axes import DENSE, axes_of, single_axis
 from phalanx.comm.comm import Comm
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.split import entries_of
@@ -434,7 +434,7 @@ def _axes_that_cut(parameter: Tensor, comm: Comm) -> tuple[AxisCut, ...]:
         if name in axes_of("tp", names) or name == "ep":
             found.append((name, dim, placement))
         else:  # FSDP2 cuts the shard of tp into equal chunks, whatever its placement says
-            shards = (single_axis(SHARDS, comm.axes), dim, None)
+            shards = (single_axis(DENSE.shards, comm.axes), dim, None)
     return (*found, *([] if shards is None else [shards]))
 
 
