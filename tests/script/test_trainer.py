@@ -289,7 +289,10 @@ def fit_otherwise(folder: Path) -> None:
 
 
 def test_ranks_of_other_settings_are_named(tmp_path: Path) -> None:
-    differ = r"differ in steps \(1 on rank 0, 2 on rank 1\); save \(every=0 on rank 0, every=1 on rank 1\)"
+    differ = (
+        r"differ in steps \(1 on rank 0, 2 on rank 1\); "
+        r"save \(every=0 on rank 0, every=1 on rank 1\)"
+    )
     with pytest.raises(ConfigError, match=differ):
         run_ranks(fit_otherwise, 2, tmp_path, threads=1)
     assert list(tmp_path.iterdir()) == []
