@@ -21,33 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.models.attention import Attention, Documents, Rotation, documents_of, rotation
+from phalanx.models.attention import (
+    Attention,
+    Documents,
+    LatentAttention,
+    Rotation,
+    documents_of,
+    rotation,
+)
+from phalanx.models.experts import MoE
 from phalanx.models.initial import fill_initial
-from phalanx.models.layers import Dropout, Linear, Norm
+from phalanx.models.layers import MLP, Dropout, Linear, Norm
 from phalanx.models.loss import token_loss_sum
 from phalanx.models.random import layer_keys
 from phalanx.models.shape import ModelShape
-
-
-class MLP(nn.Module):
-    """The feed-forward branch: SwiGLU, GEGLU (Shazeer 2020) or GELU; GELU is its tanh form."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        has_bias = shape.has_bias("other")
-        self.kind = shape.mlp
-        self.gate = Linear(shape.hidden, shape.ffn, has_bias) if self.kind != "gelu" else None
-        self.up = Linear(shape.hidden, shape.ffn, has_bias)
-        self.down = Linear(shape.ffn, shape.hidden, has_bias)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the output of the branch, a tensor like x_BTD."""
-        if self.gate is None:
-            return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
-        gate_BTF = self.gate(x_BTD)
-        if self.kind == "geglu":
-            return self.down(F.gelu(gate_BTF, approximate="tanh") * self.up(x_BTD))
-        return self.down(F.silu(gate_BTF) * self.up(x_BTD))
 
 
 class Block(nn.Module):
@@ -65,10 +52,11 @@ class Block(nn.Module):
         window = shape.window_of(index)
         self.has_window = window is not None
         self.attention_norm = _norm_at("input", shape)
-        self.attention = Attention(shape, window)
+        self.attention = (Attention if shape.latent is None else LatentAttention)(shape, window)
         self.attention_output_norm = _norm_at("output", shape)
         self.mlp_norm = _norm_at("input", shape)
-        self.mlp = MLP(shape)
+        experts = shape.experts_of(index)
+        self.mlp = MLP(shape, shape.ffn) if experts is None else MoE(shape, experts)
         self.mlp_output_norm = _norm_at("output", shape)
 
     def forward(
@@ -239,8 +227,8 @@ class Decoder(nn.Module):
 
     def initialize(self, seed: int) -> None:
         """Initialize every weight from (seed, parameter name, flat index); see `fill_initial`."""
-        for name, parameter in self.named_parameters():
-            fill_initial(self.shape, seed, parameter, name)
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            fill_initial(self.shape, seed, tensor, name)
 
     def forward(
         self,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import Any, Final, Literal, NoReturn
 
+from phalanx.config.fields import read_text
 from phalanx.errors import ConfigError, nearest
 
 TARGETS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -58,11 +60,11 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.is_rank_stabilized else self.rank)
 
     @staticmethod
-    def parse(text: str, mlp: str) -> Lora:
+    def parse(text: str, mlp: str, has_experts: bool = False) -> Lora:
         """Return the adapters that a setting such as `r=16,alpha=32,targets=q_proj+v_proj` names.
 
         Without `alpha`, it is twice the rank; without `targets`, all linear maps of the blocks of a
-        model of this `mlp` kind have adapters.
+        model of this `mlp` kind have adapters. Experts have none, as in PEFT.
 
         Raises:
             ConfigError: an entry is unknown or has an invalid value.
@@ -80,15 +82,15 @@ class Lora:
                 f"lora is {text!r}; expected r=RANK and, separated by commas, alpha=NUMBER, "
                 "targets=NAME+NAME or rslora, such as r=16,alpha=32"
             )
-        every = {ours: None for names in TARGETS.values() for ours in names}
-        if mlp == "gelu":
-            del every["mlp.gate"]
+        every = linear_maps(mlp, has_experts)
         chosen: set[str] = set()
         for name in targets.split("+"):
             ours = (*every,) if name == "all-linear" else TARGETS.get(name, ())
-            if not ours or not every.keys() >= set(ours):
-                legal = [n for n, of in TARGETS.items() if every.keys() >= set(of)]
-                hint = nearest(name, legal)
+            if not ours or not set(every) >= set(ours):
+                legal = [n for n, of in TARGETS.items() if set(every) >= set(of)]
+                hint = (
+                    "; experts have no adapters" if has_experts and ours else nearest(name, legal)
+                )
                 if name in _FUSED:  # PEFT trains one A for all parts, Phalanx one for each
                     hint = f"; each of its parts gets an adapter: {_FUSED[name]}"
                 raise ConfigError(
@@ -102,6 +104,14 @@ class Lora:
             targets=tuple(name for name in every if name in chosen),
             is_rank_stabilized=rslora is not None,
         )
+
+
+def linear_maps(mlp: str, has_experts: bool) -> list[str]:
+    """Return the names of the linear maps that every block has: those that may have an adapter."""
+    every = dict.fromkeys(ours for names in TARGETS.values() for ours in names)
+    if mlp == "gelu":
+        del every["mlp.gate"]
+    return [name for name in every if not (has_experts and name.startswith("mlp."))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,11 +138,13 @@ class ExpertShape:
         shared_ffn: inner size of the shared expert, which every token visits; 0 for none.
         has_shared_gate: whether the sigmoid of a linear map scales the shared expert's output.
         aux_loss: coefficient of the balancing loss E sum_e f_e P_e, over the global batch; f_e is
-            the share of expert e in all selections times `top_k`, P_e its mean score.
+            the share of expert e in all selections times `top_k`, P_e its mean share in the scores
+            of a token.
         pools_layers: whether f and P are means over all layers, and not of one layer each.
         z_loss: coefficient of the mean squared log-sum-exp of the logits (Zoph et al. 2022).
-        capacity: most tokens of an expert, as a multiple of the mean; later ones are dropped. None
-            for no limit.
+        capacity: most tokens of a row that an expert takes in training, as a multiple of the mean
+            top_k T / num_experts of a row of T tokens, rounded up; later ones are dropped. None for
+            no limit.
     """
 
     num_experts: int
@@ -153,6 +165,70 @@ class ExpertShape:
     pools_layers: bool = False
     z_loss: float = 0.0
     capacity: float | None = None
+
+    def __post_init__(self) -> None:
+        def at_least(low: float, *names: str) -> None:
+            for name in names:
+                value = getattr(self, name)
+                if not low <= value <= sys.float_info.max:
+                    self._refuse(name, f"at least {low:g} and finite", low)
+
+        at_least(1, "num_experts", "top_k", "ffn", "num_groups", "top_groups")
+        at_least(0, "first_dense", "shared_ffn", "bias_rate", "aux_loss", "z_loss")
+        if not 0 < self.scaling <= sys.float_info.max:
+            self._refuse("scaling", "above 0 and finite", 1.0)
+        if self.capacity is not None and not 0 < self.capacity <= sys.float_info.max:
+            self._refuse("capacity", "above 0 and finite, or none", 1.0)
+        if self.num_experts % self.num_groups:
+            divisors = (n for n in range(self.num_groups, 0, -1) if self.num_experts % n == 0)
+            self._refuse("num_groups", f"a divisor of {self.num_experts} experts", next(divisors))
+        if self.top_groups > self.num_groups:
+            self._refuse("top_groups", f"at most num_groups {self.num_groups}", self.num_groups)
+        size = self.num_experts // self.num_groups
+        if self.group_score == "top2" and size < 2:
+            self._refuse("group_score", "max for groups of one expert", "max")
+        if self.top_k > (most := self.top_groups * size):
+            what = "num_experts" if most == self.num_experts else f"top_groups * {size}"
+            self._refuse("top_k", f"at most {what}, {most}", most)
+        if self.bias_rate and not self.has_bias:
+            self._refuse("bias_rate", "0 without has_bias", 0.0)
+        if self.has_shared_gate and not self.shared_ffn:
+            self._refuse("has_shared_gate", "false without shared_ffn", "false")
+
+    def _refuse(self, name: str, expected: str, nearest_legal: object) -> NoReturn:
+        raise ConfigError(
+            f"experts: {name} is {getattr(self, name)}; expected {expected}; the nearest is "
+            f"{nearest_legal}"
+        )
+
+    @staticmethod
+    def parse(text: str, preset: ExpertShape | None = None) -> ExpertShape:
+        """Return the experts of a setting such as `num_experts=8,top_k=2,ffn=704,aux_loss=0.01`.
+
+        Its entries are attributes of this class. Other attributes are those of `preset`, or without
+        one their defaults; `num_experts`, `top_k` and `ffn` have none.
+
+        Raises:
+            ConfigError: an entry is unknown, missing or has an invalid value.
+        """
+        hints = typing.get_type_hints(ExpertShape)
+        values: dict[str, Any] = {} if preset is None else asdict(preset)
+        for name, _, value in (entry.partition("=") for entry in text.split(",")):
+            if name not in hints:
+                raise ConfigError(
+                    f"experts: there is no {name!r}{nearest(name, hints)}; expected entries such "
+                    f"as num_experts=8, separated by commas; they are {', '.join(hints)}"
+                )
+            try:
+                values[name] = read_text(hints[name], value)
+            except ConfigError as error:
+                raise ConfigError(f"experts: {name} is {error}") from None
+        if missing := {"num_experts", "top_k", "ffn"} - values.keys():
+            raise ConfigError(
+                f"experts is {text!r}, without {' and '.join(sorted(missing))}; expected at least "
+                "three entries, such as num_experts=8,top_k=2,ffn=704"
+            )
+        return ExpertShape(**values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,13 +321,58 @@ class ModelShape:
                 f"model shape: num_heads {self.num_heads} is not a multiple of num_kv_heads "
                 f"{self.num_kv_heads}"
             )
-        if self.position == "rope" and self.head_dim % 2:
+        if self.position == "rope" and self.latent is None and self.head_dim % 2:
             raise ConfigError(
                 f"model shape: head_dim is {self.head_dim}; rotary embedding needs an even number, "
                 f"{self.head_dim + 1} is the nearest"
             )
+        if (of := self.latent) is not None:
+            needed = {
+                "head_dim": of.plain_dim + of.rope_dim,
+                "num_kv_heads": self.num_heads,
+                "position": "rope",
+                "bias": False,
+                "qk_norm": False,
+                "lora": None,
+            }
+            for name, value in needed.items():
+                if (actual := getattr(self, name)) != value:
+                    raise ConfigError(
+                        f"model shape: {name} is {actual}; with this `latent` it must be {value}"
+                    )
+            sizes = (of.query_rank or 1, of.kv_rank, of.plain_dim, of.rope_dim, of.value_dim)
+            if min(sizes) < 1 or of.rope_dim % 2 or of.value_dim > self.head_dim:
+                raise ConfigError(
+                    f"model shape: latent is {of}; expected sizes of at least 1, an even rope_dim "
+                    f"and a value_dim of at most plain_dim + rope_dim, {self.head_dim}"
+                )
+        if self.experts is not None:
+            self._check_experts(self.experts)
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"model shape: dropout is {self.dropout}; it must be in [0, 1)")
+
+    def _check_experts(self, experts: ExpertShape) -> None:
+        if experts.first_dense >= self.num_layers:
+            raise ConfigError(
+                f"model shape: first_dense is {experts.first_dense}, so none of {self.num_layers} "
+                f"blocks has experts; the nearest is {self.num_layers - 1}"
+            )
+        if self.mlp == "gelu" or self.bias is True:
+            raise ConfigError(
+                f"model shape: experts have a gate and no biases, but mlp is {self.mlp} and bias "
+                f"{self.bias}; the nearest is mlp swiglu and bias qkv"
+            )
+        adapted = [] if self.lora is None else [t for t in self.lora.targets if t[:3] == "mlp"]
+        if adapted:
+            raise ConfigError(
+                f"lora: experts have no adapters, but the targets contain {', '.join(adapted)}; "
+                "the nearest is targets=q_proj+k_proj+v_proj+o_proj"
+            )
+
+    def experts_of(self, block: int) -> ExpertShape | None:
+        """Return the experts of block number `block`; None if it has an MLP."""
+        is_dense = self.experts is None or block < self.experts.first_dense
+        return None if is_dense else self.experts
 
     def window_of(self, block: int) -> int | None:
         """Return the window of block number `block`; None if it has no window."""

@@ -230,7 +230,7 @@ class Plan(Generic[Model]):
                 vars(parameter).update(attached | vars(parameter))
         if first_weights is not None:
             model.to_empty(device=comm.device)
-            for name, parameter in model.named_parameters():
+            for name, parameter in (*model.named_parameters(), *model.named_buffers()):
                 if is_fused(parameter):
                     raise StrategyError(
                         f"tp: '{name}' contains several maps, each split separately, so a rank's "

@@ -172,7 +172,7 @@ class Session(ABC):
 
     def locked(self) -> Saver:
         """Return the saver, which locks the folder of the run."""
-        keep = self.config.keep_checkpoints
+        keep = self.config.save_policy.keep
         return Saver(self.out, keep=keep, num_stages=self.comm.size("pp"))
 
     def claim(self) -> None:

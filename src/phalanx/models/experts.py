@@ -1,0 +1,228 @@
+"""Experts in place of an MLP: a router sends each token to a few of many small MLPs.
+
+Shazeer et al., Outrageously Large Neural Networks, 2017. With N = 3 tokens, E = 4 experts and k = 2
+selections a token:
+
+    x_ND         router          sort by expert            experts            back, sum over slots
+    token 0  ->  experts 2 0     expert 0: token 0 slot 1  rows 0-1 -> MLP 0  y_0 = w_00 row 3
+    token 1  ->  experts 3 2               token 2 slot 0                         + w_01 row 0
+    token 2  ->  experts 0 2     expert 2: token 0 slot 0  rows 2-4 -> MLP 2  ...
+                                           token 1 slot 1
+                 weights_Nk                token 2 slot 1
+                                 expert 3: token 1 slot 0  row 5    -> MLP 3
+                 [N, k]          rows_MD, counts_E 2 0 3 1 rows_MD            y_ND
+
+The sort is stable, rows return to (token, slot), and a token sums over its slots in their order. So
+the output has the same bits wherever an expert runs.
+
+Dimensions in the suffixes of tensor names, beside those of decoder.py:
+
+    N tokens    E experts    k selections of a token    M selections that no limit drops, <= N k
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from phalanx.models.kernels import device_type
+from phalanx.models.layers import MLP, Linear, gated
+from phalanx.models.shape import ExpertShape, ModelShape
+
+_ALIGNMENT = 16
+"""Bytes that divide the strides of a grouped product's matrices."""
+
+
+class Router(nn.Module):
+    """Selects the experts of each token, and weights them.
+
+    Attributes:
+        weight: [E, D].
+        bias: [E], added to scores only for the selection; None without one. No gradient changes it.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, hidden: int, experts: ExpertShape) -> None:
+        super().__init__()
+        self.experts = experts
+        self.weight = nn.Parameter(torch.empty(experts.num_experts, hidden))
+        self.register_buffer("bias", torch.empty(len(self.weight)) if experts.has_bias else None)
+
+    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+        """Return experts_Nk, int64, best first, and their weights_Nk in at least float32."""
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        logits_NE = F.linear(x_ND.to(wide), self.weight.to(wide))
+        scores_NE = (
+            logits_NE.softmax(-1) if self.experts.score == "softmax" else logits_NE.sigmoid()
+        )
+        experts_Nk = self._select(scores_NE.detach())
+        weights_Nk = scores_NE.gather(1, experts_Nk)
+        if self.experts.renormalizes:
+            # Sigmoids of all selected logits may round to 0; a softmax's share is at least 1 / E.
+            weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdim=True) + 1e-20)
+        return experts_Nk, weights_Nk * self.experts.scaling
+
+    def _select(self, scores_NE: Tensor) -> Tensor:
+        """Return the experts with the best scores; of equal ones, those with lower numbers."""
+        shape = self.experts
+        if self.bias is not None:
+            scores_NE = scores_NE + self.bias
+        if shape.top_groups < shape.num_groups:
+            scores_NGe = scores_NE.unflatten(-1, (shape.num_groups, -1))
+            best = 1 if shape.group_score == "max" else 2
+            groups_NG = _best(scores_NGe.topk(best).values.sum(-1), shape.top_groups)
+            is_closed_NG = torch.ones_like(scores_NGe[:, :, 0], dtype=torch.bool)
+            is_closed_NG.scatter_(1, groups_NG, False)
+            scores_NE = scores_NGe.masked_fill(is_closed_NG[:, :, None], -math.inf).flatten(1)
+        return _best(scores_NE, shape.top_k)
+
+
+def _best(scores: Tensor, k: int) -> Tensor:
+    """Return the indices of the k largest of the last dimension; `topk` breaks ties at random."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
+
+
+class Experts(nn.Module):
+    """Gated MLPs without biases, of one shape; each projection is one stacked parameter.
+
+    Attributes:
+        gate, up: [E, F, D].
+        down: [E, D, F].
+    """
+
+    def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
+        super().__init__()
+        self.kind = shape.mlp
+        inner = experts.num_experts, experts.ffn, shape.hidden
+        self.gate = nn.Parameter(torch.empty(inner))
+        self.up = nn.Parameter(torch.empty(inner))
+        self.down = nn.Parameter(torch.empty(inner).mT.contiguous())
+
+    def forward(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+        """Apply each expert to its rows.
+
+        Args:
+            rows_MD: the rows of expert 0, then of expert 1, and so on.
+            counts_E: number of rows of each expert, int64; the sum is M.
+        """
+        product = _Products(rows_MD, counts_E, self.gate.shape[1])
+        inner_MF = gated(self.kind, product(rows_MD, self.gate), product(rows_MD, self.up))
+        return product(inner_MF, self.down)
+
+
+class _Products:
+    """Products of rows, sorted by expert, with the matrix of their expert.
+
+    One grouped product where its kernel takes the dtype, and a product for each expert elsewhere.
+    """
+
+    def __init__(self, rows_MD: Tensor, counts_E: Tensor, ffn: int) -> None:
+        size, width = rows_MD.element_size(), rows_MD.shape[1]
+        is_aligned = not (width * size % _ALIGNMENT or ffn * size % _ALIGNMENT)
+        self.ends_E: Tensor | None = None
+        self.sizes: list[int] = []
+        if is_aligned and rows_MD.dtype != torch.float64 and device_type(rows_MD) != "meta":
+            self.ends_E = counts_E.cumsum(0).to(torch.int32)
+        elif rows_MD.is_meta:  # without values, every expert stands for the mean
+            num_rows, num_experts = len(rows_MD), len(counts_E)
+            self.sizes = [(num_rows + e) // num_experts for e in range(num_experts)]
+        else:
+            self.sizes = counts_E.tolist()
+
+    def __call__(self, x_MI: Tensor, weight_EOI: Tensor) -> Tensor:
+        weight_EOI = weight_EOI.to(x_MI.dtype)
+        if self.ends_E is not None:
+            return F.grouped_mm(x_MI, weight_EOI.mT, offs=self.ends_E)
+        # Not `weight_EOI[e]`: its backward writes a gradient of all experts for each.
+        matrices = zip(x_MI.split(self.sizes), weight_EOI.unbind(), strict=True)
+        return torch.cat([F.linear(x, weight_OI) for x, weight_OI in matrices])
+
+
+class MoE(nn.Module):
+    """The branch of a block with experts: y = sum over slots of weight * expert(x) + shared(x).
+
+    Attributes:
+        router: selects the experts of each token.
+        experts: the MLPs; a split of the experts over ranks replaces their `forward`.
+        shared: the expert that every token visits; None without one.
+        shared_gate: map whose sigmoid scales the output of `shared`; None without one.
+    """
+
+    def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
+        super().__init__()
+        self.router = Router(shape.hidden, experts)
+        self.experts = Experts(shape, experts)
+        self.shared = MLP(shape, experts.shared_ffn) if experts.shared_ffn else None
+        self.shared_gate = Linear(shape.hidden, 1, False) if experts.has_shared_gate else None
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the output of the branch, a tensor like x_BTD."""
+        x_ND = x_BTD.flatten(0, -2)
+        experts_Nk, weights_Nk = self.router(x_ND)
+        order_M = experts_Nk.flatten().argsort(stable=True)
+        counts_E = count(experts_Nk, len(self.router.weight))
+        rows_MD = self.experts(cast(Tensor, _Dispatch.apply(x_ND, experts_Nk, order_M)), counts_E)
+        y_ND = cast(Tensor, _Combine.apply(rows_MD, weights_Nk.to(rows_MD.dtype), order_M))
+        if self.shared is not None:
+            shared_ND = self.shared(x_ND)
+            if self.shared_gate is not None:
+                shared_ND = self.shared_gate(x_ND).sigmoid() * shared_ND
+            y_ND = y_ND + shared_ND
+        return y_ND.view_as(x_BTD)
+
+
+def count(experts: Tensor, num_experts: int) -> Tensor:
+    """Return the number of occurrences of each expert, int64."""
+    flat = experts.flatten()
+    # Not `bincount`, which waits for a GPU.
+    return flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+class _Dispatch(Function):
+    """Rows of the experts: row m is the token of selection order_M[m]."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, experts_Nk: Tensor, order_M: Tensor) -> Tensor:
+        ctx.save_for_backward(order_M)
+        ctx.selections = experts_Nk.shape
+        return x_ND.index_select(0, order_M // experts_Nk.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (order_M,) = ctx.saved_tensors
+        (grad_MD,) = grad_outputs
+        return _returned(grad_MD, order_M, ctx.selections).sum(1), None, None
+
+
+class _Combine(Function):
+    """Output of each token: the sum of its rows, times their weights, in the order of its slots."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MD: Tensor, weights_Nk: Tensor, order_M: Tensor) -> Tensor:
+        ctx.save_for_backward(rows_MD, weights_Nk, order_M)
+        rows_NkD = _returned(rows_MD, order_M, weights_Nk.shape)
+        return (rows_NkD * weights_Nk[:, :, None]).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        rows_MD, weights_Nk, order_M = ctx.saved_tensors
+        (grad_ND,) = grad_outputs
+        grad_MD = grad_ND.index_select(0, order_M // weights_Nk.shape[1])
+        products_M1 = (rows_MD * grad_MD).sum(1, keepdim=True)
+        grad_Nk = _returned(products_M1, order_M, weights_Nk.shape).squeeze(2)
+        weights_M1 = weights_Nk.flatten().index_select(0, order_M)[:, None]
+        return grad_MD * weights_M1, grad_Nk, None
+
+
+def _returned(rows_MD: Tensor, order_M: Tensor, selections: torch.Size) -> Tensor:
+    """Return rows_NkD: each row at its (token, slot), and zeros where a selection was dropped."""
+    num = selections.numel()
+    is_full = len(order_M) == num
+    rows = rows_MD.new_empty if is_full else rows_MD.new_zeros
+    return rows(num, rows_MD.shape[1]).index_copy_(0, order_M, rows_MD).view(*selections, -1)
