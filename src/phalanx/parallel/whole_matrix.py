@@ -1,4 +1,4 @@
-"""Updates that need a whole matrix: each matrix has an owner among the ranks that hold its shards.
+r"""Updates that need a whole matrix: each matrix has an owner among the ranks that hold its shards.
 
 Muon, Shampoo and SOAP multiply the whole gradient of a matrix, so a step on a shard is not the
 shard of a step. Owners: Rajbhandari et al., ZeRO, SC 2020, section 5, of whole matrices and not of
@@ -6,11 +6,11 @@ elements, as in Liu et al., Muon is Scalable for LLM Training, 2025, section 2.3
 
     W [4, 6] over fsdp2, owner rank 1              V [4, 6], owner rank 0
 
-    rank 0    rows 0-1 of W ---\\    /--- rows 0-3 of V ----> update of V ---> rows 0-1
-                                 \\  /                                 \\
+    rank 0    rows 0-1 of W ---\    /--- rows 0-3 of V ----> update of V ---> rows 0-1
+                                 \  /                                 \
                          all_to_all  gather                            all_to_all  scatter
-                                 /  \\                                 /
-    rank 1    rows 2-3 of V ---/    \\--- rows 0-3 of W ----> update of W ---> rows 2-3
+                                 /  \                                 /
+    rank 1    rows 2-3 of V ---/    \--- rows 0-3 of W ----> update of W ---> rows 2-3
 
 A matrix is cut by one axis after another, as tp and then fsdp cut it. Its pieces return in the
 opposite order, one all-to-all an axis, until the owner has the whole matrix:
@@ -113,7 +113,7 @@ class Matrix:
     def local(self, shard: Tensor) -> Tensor:
         """Return the view of the rows in this rank's shard of the parameter."""
         first, end = self.rows
-        return shard[first:end]
+        return (shard if shard.ndim else shard.view(1))[first:end]
 
 
 @dataclass(frozen=True)

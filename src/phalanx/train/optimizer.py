@@ -8,6 +8,7 @@ neural networks, 2024; its rate for AdamW's settings: Liu et al., Muon is Scalab
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, cast
@@ -19,6 +20,9 @@ from torch.distributed.tensor import DTensor
 from phalanx.comm.comm import Comm, SingleRankComm, local_shard
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ScriptError
+from phalanx.models.decoder import Decoder
+from phalanx.parallel.tensor.layers import is_transposed
+from phalanx.parallel.tensor.roles import bind_roles
 from phalanx.parallel.whole_matrix import Matrix, Owners
 
 
@@ -83,18 +87,21 @@ def muon_cost(shapes: Iterable[Sequence[int]], num_steps: int = 5) -> tuple[floa
     return flops, sum(math.prod(shape) for shape in shapes)
 
 
-def matrices_of(shape: Sequence[int], parts: Sequence[int] = (1,)) -> list[range]:
-    """Return the rows, along the first dimension, of each matrix of a parameter.
+def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> list[range]:
+    """Return the rows, along the first dimension, of each matrix of a parameter of a Muon group.
 
-    A parameter [E, F, D] is a stack of E matrices, and one with `parts` a fusion of matrices whose
+    A parameter [E, F, D] is a stack of E matrices. With `parts`, it is a fusion of matrices, whose
     numbers of rows have these proportions.
     """
     if len(shape) == 3:
         return [range(n, n + 1) for n in range(shape[0])]
-    unit, ends = shape[0] // sum(parts), [0]
-    for part in parts:
-        ends.append(ends[-1] + unit * part)
-    return [range(*both) for both in zip(ends, ends[1:], strict=False)]
+    parts: Sequence[int] = (1,) if group.get("parts_dim") else group.get("parts", (1,))
+    if shape[0] % sum(parts):
+        raise ScriptError(
+            f"Muon: {shape[0]} rows do not divide into matrices of the proportions {tuple(parts)}"
+        )
+    ends = [0, *itertools.accumulate(shape[0] // sum(parts) * part for part in parts)]
+    return [range(*both) for both in itertools.pairwise(ends)]
 
 
 def step_matrices(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> None:
@@ -143,7 +150,7 @@ def _owners(comm: Comm, groups: Mapping[nn.Parameter, Mapping[str, Any]]) -> Own
 
     def rows_of(number: int) -> list[range]:
         parameter = parameters[number]
-        return matrices_of(parameter.shape, groups[parameter].get("parts", (1,)))
+        return matrices_of(parameter.shape, groups[parameter])
 
     return Owners(comm, parameters, rows_of, newton_schulz_flops)
 
@@ -159,8 +166,9 @@ def _step_in(
         parameter = cast(nn.Parameter, owners.parameters[each.parameter])
         buffer, gradient = state[parameter]["momentum_buffer"], parameter.grad
         assert gradient is not None, "only parameters with a gradient are used"
-        kept = (each.local(local_shard(t.detach())) for t in (parameter, gradient, buffer))
-        return (*kept, groups[parameter])
+        shards = (local_shard(t.detach()) for t in (parameter, gradient, buffer))
+        rows, gradient, buffer = map(each.local, shards)
+        return rows, gradient, buffer, groups[parameter]
 
     for number in used:
         parameter = cast(nn.Parameter, owners.parameters[number])
@@ -182,12 +190,24 @@ def _step_in(
         for matrix, whole in wholes.items():
             group = groups[cast(nn.Parameter, owners.parameters[matrix.parameter])]
             how = (group["ns_coefficients"], group["ns_steps"], group["eps"])
-            wholes[matrix] = orthogonalize(whole.flatten(0, -2), *how).view_as(whole)
+            parts = _parts(whole, group)
+            made = [
+                orthogonalize(part.reshape(part.shape[-2:]), *how).reshape(part.shape)
+                for part in parts
+            ]
+            wholes[matrix] = made[0] if len(made) == 1 else torch.cat(made, group["parts_dim"])
         for matrix, update in owners.scatter(each, wholes, dtype).items():
             rows, *_, group = tensors_of(matrix)
-            rate = group["lr"] * rate_ratio(group["adjust_lr_fn"], matrix.shape)
-            rows.mul_(1 - group["lr"] * group["weight_decay"])
-            rows.add_(update, alpha=-rate)
+            shape = _parts(torch.empty(matrix.shape, device="meta"), group)[0].shape
+            rate = float(group["lr"])
+            rows.mul_(1 - rate * group["weight_decay"])
+            rows.add_(update, alpha=-rate * rate_ratio(group["adjust_lr_fn"], shape))
+
+
+def _parts(whole: Tensor, group: Mapping[str, Any]) -> Sequence[Tensor]:
+    """Return the matrices that an owner gets as one: those fused along columns."""
+    dim = group.get("parts_dim", 0)
+    return whole.chunk(len(group["parts"]), dim) if dim else [whole]
 
 
 def rate_ratio(adjusted: str | None, shape: Sequence[int]) -> float:
@@ -196,6 +216,36 @@ def rate_ratio(adjusted: str | None, shape: Sequence[int]) -> float:
     if adjusted == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1, rows / columns))
+
+
+class TorchMuon(torch.optim.Muon):
+    """torch.optim.Muon on split parameters; `bind` gives its class to an optimizer."""
+
+    owners: Owners | None = None
+
+    def _init_group(self, group: Any, *lists: Any) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del lists  # they stay empty, and PyTorch's step then updates nothing
+        if group is self.param_groups[-1]:
+            step_matrices(self, self.param_groups)
+        return False
+
+
+def bind(optimizer: torch.optim.Optimizer, comm: Comm) -> bool:
+    """Choose the owners of the matrices of a Muon optimizer; its parameters are split already.
+
+    Every rank calls this together. A torch.optim.Muon keeps its groups and its state, and becomes a
+    `TorchMuon`, so that references to the object stay valid.
+
+    Returns:
+        Whether the optimizer is a Muon.
+    """
+    if type(optimizer) is torch.optim.Muon:
+        optimizer.__class__ = TorchMuon
+    if not isinstance(optimizer, Muon | TorchMuon):
+        return False
+    groups = [group for group in optimizer.param_groups if group.get("use_muon", True)]
+    optimizer.owners = _owners(comm, {p: group for group in groups for p in group["params"]})
+    return True
 
 
 class Muon(AdamW):
@@ -232,7 +282,9 @@ class Muon(AdamW):
 
         Args:
             params: parameters, or groups. A group of fused weights has the proportions of their
-                matrices along the rows in `parts`, such as (4, 1, 1) for queries, keys and values.
+                matrices along the rows in `parts`, such as (4, 1, 1) for queries, keys and values;
+                equal parts along another dimension need its number in `parts_dim`. `muon_groups`
+                makes the groups of a known model.
             lr: learning rate of groups that have none of their own.
             weight_decay: decoupled weight decay.
             momentum: weight of the earlier gradients in their mean.
@@ -250,27 +302,30 @@ class Muon(AdamW):
         self._of_muon = {
             "use_muon": True, "momentum": momentum, "nesterov": nesterov, "eps": eps,
             "ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype, "parts": (1,),
+            "ns_dtype": ns_dtype, "parts": (1,), "parts_dim": 0,
         }  # fmt: skip
         super().__init__(
             params, lr=lr, betas=betas, eps=adam_eps, weight_decay=weight_decay, fused=fused
         )
+        # A fused AdamW skips a step that a GradScaler finds infinite by itself, and Muon does not.
+        self._step_supports_amp_scaling = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with Muon's settings unless its `use_muon` is false."""
         is_muon = param_group.get("use_muon", True)
         super().add_param_group({**(self._of_muon if is_muon else self._of_adam), **param_group})
-        for parameter in param_group["params"] if is_muon else ():
+        group = self.param_groups[-1]
+        if is_muon and group["parts_dim"] and len(set(group["parts"])) > 1:
+            raise ScriptError(
+                f"Muon: parts of the proportions {group['parts']} along dimension "
+                f"{group['parts_dim']}; expected equal parts, or parts_dim=0"
+            )
+        for parameter in group["params"] if is_muon else ():
             if parameter.ndim not in (2, 3):
                 raise ScriptError(
                     f"Muon: a parameter has the shape {tuple(parameter.shape)}; expected a matrix "
                     "or a stack of matrices; give the others in a group with use_muon=False"
                 )
-
-    def bind(self, comm: Comm) -> None:
-        """Choose the owners of the matrices; every rank calls this together, after the split."""
-        groups = [group for group in self.param_groups if group["use_muon"]]
-        self.owners = _owners(comm, {p: group for group in groups for p in group["params"]})
 
     def _init_group(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, group: dict[str, Any], *lists: list[torch.Tensor]
@@ -327,7 +382,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, comm: Comm | None
         **shared,
     )
     if comm is not None:
-        muon.bind(comm)
+        bind(muon, comm)
     return muon
 
 
@@ -343,6 +398,45 @@ def hidden_matrices(parameters: Mapping[str, nn.Parameter]) -> list[str]:
         and parameter.ndim >= 2
         and not name.endswith((".router.weight", ".shared_gate.weight"))
     ]
+
+
+def muon_groups(model: nn.Module, roles: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Return the parameter groups of a `Muon` for a model, by the roles of its modules under tp.
+
+    Weights of column and row maps go to Muon, fused ones (queries, keys and values, or gate and up)
+    part by part; all other parameters to AdamW, vectors without weight decay.
+
+    Args:
+        model: decoder, transformers model of docs/strategies.md, or any module, before its split.
+        roles: patterns of module names -> roles, such as {"layers.*.up": "column"}, with precedence
+            over the built-in ones.
+
+    Raises:
+        StrategyError: the roles of the model are unknown.
+    """
+    if isinstance(model, Decoder):
+        hidden = {name: ((1,), 0) for name in hidden_matrices(dict(model.named_parameters()))}
+    else:
+        maps = [each for each in bind_roles(model, roles) if each.role in ("column", "row")]
+        hidden = {
+            f"{each.name}.weight": (each.parts, int(is_transposed(each.module))) for each in maps
+        }
+    of_muon: dict[tuple[tuple[int, ...], int], list[nn.Parameter]] = {}
+    matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in model.named_parameters():
+        if name in hidden:
+            of_muon.setdefault(hidden[name], []).append(parameter)
+        elif parameter.requires_grad:
+            (matrices if parameter.ndim > 1 else vectors).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": some, "parts": parts, "parts_dim": dim if len(parts) > 1 else 0}
+        for (parts, dim), some in of_muon.items()
+    ]
+    if matrices:
+        groups.append({"params": matrices, "use_muon": False})
+    if vectors:
+        groups.append({"params": vectors, "use_muon": False, "weight_decay": 0.0})
+    return groups
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
