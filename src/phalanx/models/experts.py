@@ -297,7 +297,7 @@ class _Combine(Function):
 
 def _returned(rows_MD: Tensor, order_M: Tensor, selections: torch.Size) -> Tensor:
     """Return rows_NkD: each row at its (token, slot), and zeros where a selection was dropped."""
-    num = selections.numel()
+    num, width = selections.numel(), rows_MD.shape[1]
     is_full = len(order_M) == num
     rows = rows_MD.new_empty if is_full else rows_MD.new_zeros
-    return rows(num, rows_MD.shape[1]).index_copy_(0, order_M, rows_MD).view(*selections, -1)
+    return rows(num, width).index_copy_(0, order_M, rows_MD).view(*selections, width)

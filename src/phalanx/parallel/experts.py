@@ -111,21 +111,20 @@ class ExpertSplit(Split):
         return self._entries([Exchange.of(each, coord) for each in counts])
 
     def bounds(self, microbatches: Sequence[tuple[int, int]]) -> tuple[list[Entry], list[Entry]]:
-        """Return the least and the most communication of a rank, whatever the routing.
+        """Return the least and the most that a rank has and sends, each, whatever the routing.
 
         The k experts of a token differ, so at most E/N of them are on one rank.
         """
         num_ranks, k = self._num_ranks, self._experts.top_k
-        most = min(k, self._experts.num_experts // num_ranks)
+        most = min(k, self._experts.num_experts // num_ranks)  # rows of a token on one rank
+        fewest = max(0, k - (num_ranks - 1) * most)
         low: list[Exchange] = []
         high: list[Exchange] = []
         for num_tokens in (num * length for num, length in microbatches):
-            # At home are `most` of the k rows of each own token, or as few of them as possible.
-            fewest = max(0, k - (num_ranks - 1) * most)
-            low.append(Exchange(num_tokens * (k + most), num_tokens * (k - most)))
             others = (num_ranks - 1) * num_tokens * most
+            low.append(Exchange(num_tokens * (k + fewest), num_tokens * (k - most)))
             high.append(
-                Exchange(num_tokens * (k + fewest) + others, num_tokens * (k - fewest) + others)
+                Exchange(num_tokens * (k + most) + others, num_tokens * (k - fewest) + others)
             )
         return self._entries(low * self._num_layers), self._entries(high * self._num_layers)
 
