@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from marks import by_hand
-from phalanx.comm.axes import DENSE, EXPERT
 from phalanx.comm.comm import Ranks, local_shard
-from phalanx.comm.ledger import Ledger
-from phalanx.config import OptimizerConfig
-from phalanx.errors import StrategyError
-from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.experts import Experts
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel import experts
-from phalanx.parallel.plan import Plan, plan_decoder, shard_of
+from phalanx.parallel.plan import Plan
 from phalanx.parallel.skeleton import experts_of
 from phalanx.strategy import Strategy
-from phalanx.train.objective import NextToken
-from phalanx.train.optimizer import build_optimizer
-from phalanx.train.step import SINGLE, Step
-from phalanx.verify.batches import decoder_batches
-from phalanx.verify.record import split
+from phalanx.train.step import SINGLE
 
 SHAPE = ModelShape(
     vocab_size=37, num_layers=2, hidden=16, num_heads=4, num_kv_heads=2, head_dim=4, ffn=24,

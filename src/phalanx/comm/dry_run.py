@@ -37,16 +37,17 @@ class CountingComm(Comm, Phases):
         super().__init__(axes, dict.fromkeys(axes, 0) | dict(coords or {}), torch.device("meta"))
         self._tally, self._takes_strides = Tally(), device == "cpu"
 
-    @property
-    def model_mesh(self) -> DeviceMesh:
-        """A mesh of all axes without process groups, on which a plan splits tensors."""
-        sizes, names = tuple(self.axes.values()), tuple(self.axes)
-        ranks = torch.arange(math.prod(sizes)).view(sizes)
-        return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=self.rank)
-
     def entries(self) -> list[Entry]:
         """Return one entry per phase, axis and op, in the order of their first calls."""
         return self._tally.entries()
+
+    @property
+    @override
+    def model_mesh(self) -> DeviceMesh:
+        """A mesh of all axes without process groups."""
+        sizes, names = tuple(self.axes.values()), tuple(self.axes)
+        ranks = torch.arange(math.prod(sizes)).view(sizes)
+        return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=self.rank)
 
     @override
     def gather_counts(self, counts_G: Tensor, axis: str, num_rows: int) -> RowCounts:

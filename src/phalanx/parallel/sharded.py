@@ -145,7 +145,9 @@ class ShardedSplit(Split):
                 ("backward", "dp", "all_reduce", int(shard > 0), shard),
             ]
         flags = sum(p.is_trained for g in groups for p in g.parameters)
-        rows += [("agree", axis, "all_reduce", 1, flags) for axis in axes_of(DENSE.sums, self._degree)]
+        rows += [
+            ("agree", axis, "all_reduce", 1, flags) for axis in axes_of(DENSE.sums, self._degree)
+        ]
         return entries_of(rows, degree.__getitem__)
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.comm.comm import Comm, Ranks
+from phalanx.comm.comm import Comm
 from phalanx.comm.dry_run import CountingComm
 from phalanx.errors import StrategyError
 from phalanx.parallel.batch_shape import BatchShape, batch_scope
@@ -107,8 +107,7 @@ def _shard(parameter: nn.Parameter, placed: ShardedParameter, layout: Layout) ->
     Raises:
         StrategyError: this PyTorch version replicates weights whose fused maps differ in size.
     """
-    full, spec, comm = parameter.detach(), placed.spec, layout.comm
-    mesh = cast(Ranks | CountingComm, comm).model_mesh
+    full, spec, mesh = parameter.detach(), placed.spec, layout.comm.model_mesh
     # Every rank has the full parameter: the first one's values count, as in one process.
     if not full.is_meta:
         layout.comm.broadcast(full, "tp")
