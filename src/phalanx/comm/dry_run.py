@@ -10,8 +10,9 @@ from torch import Tensor
 from typing_extensions import override
 
 from phalanx.comm.comm import Comm
-from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally
+from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally, sent_bytes, sent_in_pieces
 from phalanx.comm.pending import Pending
+from phalanx.comm.row_counts import RowCounts
 from phalanx.comm.watch import Phases
 
 
@@ -39,13 +40,23 @@ class CountingComm(Comm, Phases):
         return self._tally.entries()
 
     @override
+    def gather_counts(self, counts_G: Tensor, axis: str, num_rows: int) -> RowCounts:
+        """Return the counts of ranks that have `num_rows` rows each, evenly over the groups."""
+        self.all_gather(counts_G[None], axis, 0)
+        return RowCounts.even(self.size(axis), len(counts_G), num_rows)
+
+    @override
     def _run(
         self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None, *,
         is_spent: bool = False,
     ) -> Pending:  # fmt: skip
         name, payload = "all_to_all" if op == "swap" else op, max(out.nbytes, given.nbytes)
+        sent = sent_bytes(name, payload, self.size(axis))
+        if isinstance(option, RowCounts):
+            coord, payload = self.coord(axis), given.nbytes
+            sent = sent_in_pieces(payload, option.sent(coord), coord)
         if op not in WITHOUT_PAYLOAD:
-            self._tally.add(self.phase_name, axis, name, payload, self.size(axis))
+            self._tally.add(self.phase_name, axis, name, payload, sent)
         if not self._takes_strides:
             given.contiguous()
             if not out.is_contiguous():

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from phalanx.models.kernels import device_type
 from phalanx.models.layers import MLP, Linear, gated
 from phalanx.models.shape import ExpertShape, ModelShape
 
@@ -194,7 +195,7 @@ class _Products:
         is_aligned = not (width * size % _ALIGNMENT or ffn * size % _ALIGNMENT)
         self.ends_E: Tensor | None = None
         self.sizes: list[int] = []
-        if is_aligned and rows_MD.dtype != torch.float64 and not rows_MD.is_meta:
+        if is_aligned and rows_MD.dtype != torch.float64 and device_type(rows_MD) != "meta":
             self.ends_E = counts_E.cumsum(0).to(torch.int32)
         elif rows_MD.is_meta:  # without values, every expert stands for the mean
             num_rows, num_experts = len(rows_MD), len(counts_E)

@@ -5,7 +5,7 @@ Idea      N ranks that would hold equal replicas hold one shard each, and gather
           2023). `zero1` leaves parameters and gradients unsharded, `zero2` only parameters, `zero3`
           nothing. With dp > 1 it is HSDP: shards within fsdp, replicas of them across dp. Ranks
           with other positions of the same samples shard together: below, fsdp means all axes of
-          `comm.axes.SHARDS`. One gather fetches one group (groups.py): a block, the embedding, the
+          `comm.axes.DENSE`. One gather fetches one group (groups.py): a block, the embedding, the
           head, or the rest, which is every other parameter (the root group of FSDP2).
 Layout    X[B_dp,fsdp, ...]  W[I_fsdp, ...]  dW[I_fsdp, ...]: the rows of each parameter and of its
           AdamW moments are split over fsdp; uneven rows are padded in messages only.
@@ -39,7 +39,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from phalanx.comm.axes import SHARDS, axes_of, single_axis
+from phalanx.comm.axes import DENSE, axes_of, single_axis
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry, Phase, no_phase
 from phalanx.errors import StrategyError
@@ -115,7 +115,7 @@ class ShardedSplit(Split):
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return the gathers, the reductions and the agreement on used parameters."""
         groups, num_ranks, times = self._groups, self._num_shards, len(microbatches)
-        axis = single_axis(SHARDS, self.target.strategy.mesh_axes())
+        axis = single_axis(DENSE.shards, self.target.strategy.mesh_axes())
         degree = {**self._degree, axis: num_ranks}
         gathered, again, shards, reduced = list[int](), list[int](), list[int](), list[int]()
         is_zero3 = self._kind == "zero3"
@@ -154,7 +154,7 @@ class ShardedSplit(Split):
         where: dict[str, Any] = {"mesh": comm.sharding_mesh}
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             replicas = "dp" if "dp" in comm.axes else None
-            dims = mesh_dims()(shard=comm.axes_of(SHARDS), replicate=replicas)
+            dims = mesh_dims()(shard=comm.axes_of(DENSE.shards), replicate=replicas)
             # tp has made DTensors on this mesh, and FSDP2 must split them on the same one.
             where = {"mesh": comm.model_mesh, "dp_mesh_dims": dims}
         for group in self._groups:
@@ -188,7 +188,7 @@ class ShardedSplit(Split):
         """Return the reducer, which controls the gathers and reductions of FSDP2."""
         if comm.device.type == "cpu":
             groups = self._groups
-            engine = comm.engine(single_axis(SHARDS, comm.axes))
+            engine = comm.engine(single_axis(DENSE.shards, comm.axes))
             overlap.use_engine(model, groups, engine, has_replicas=self._degree["dp"] > 1)
             if self.target.num_stages == 1:  # else the next block may belong to another stage
                 overlap.gather_ahead(model, groups)

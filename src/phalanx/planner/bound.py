@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from phalanx.account.parameters import num_parameters
 from phalanx.account.planned import DecoderModel, PlannedStep
-from phalanx.comm.axes import AXIS_SETS, SHARDS
+from phalanx.comm.axes import AXIS_SETS, DENSE
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.cut import cut_of, schedule_of, splits_backward
 from phalanx.planner import network
@@ -207,7 +207,7 @@ def _sent_s(planned: Step, blocks: int, cluster: Cluster, software: Software) ->
         reductions = blocks * times
         sent = of_block * (gathers + 2 * reductions) + embedding * (once + 2 * times)
         part = 1 - 1 / strategy.num_shards
-        of = "all_gather", AXIS_SETS[SHARDS], part * sent, gathers + reductions
+        of = "all_gather", AXIS_SETS[DENSE.shards], part * sent, gathers + reductions
         least_s, reductions = _least_s(planned, *of, cluster, software), blocks
     gradients = 2 * (of_block * blocks + embedding) / strategy.num_shards
     of = "all_reduce", ("dp",), 2 * gradients * (1 - 1 / strategy.dp.degree), reductions

@@ -389,7 +389,7 @@ def families(
         if not group:
             continue
         dp, fsdp = group[0]
-        rows = question.num_sequences // (dp.degree * fsdp.degree)
+        rows = question.num_sequences // dataclasses.replace(base, dp=dp, fsdp=fsdp).data_ranks
         for size, policy in itertools.product(microbatches(question, base, rows), RECOMPUTE):
             recompute = Recompute(policy)
             strategy = dataclasses.replace(base, dp=dp, fsdp=fsdp, recompute=recompute)

@@ -30,7 +30,7 @@ def check(
     adapter = next((b.name for b in bindings if b.role == "lora_a"), None)
     if adapter is not None and layout.residual.features is not None:
         raise StrategyError(
-            f"{Strategy(tp=strategy.tp)}: '{adapter}' is a map of an adapter, which "
+            f"{Strategy(tp=strategy.tp)}: '{adapter}' is a low-rank map, which "
             f"{strategy.tp.kind} cannot split; use tp{strategy.tp.degree}"
         )
     problem = next(_problems(bindings, parameters, layout), None)

@@ -7,8 +7,8 @@ Modules and parameter names stay the same; the parameters become DTensors. The r
     branch     attention or MLP: reads the residual once for all of its column products
     column     linear map inside a branch          residual -> inner
     row        linear map at the end of a branch   inner -> residual
-    lora_a     the first map of an adapter beside a column map    residual -> full on every rank
-    lora_b     the second map of that adapter      full on every rank -> inner
+    lora_a     first of two low-rank maps, such as an adapter's   residual -> full on every rank
+    lora_b     the second of them                  full on every rank -> inner
     norm       norm over the features of the residual
     inner_norm norm over a column map's output     inner -> inner
     local      acts on each head or element separately, with full parameters

@@ -79,6 +79,12 @@ _PROJECTION_NORM_PATTERNS: Patterns = transformers_tables.by_role(
     inner_norm="blocks.*.attention.q_norm blocks.*.attention.k_norm"
 )
 """Roles of the query and key norms if they normalize over all heads together, not each head."""
+_LATENT_PATTERNS: Patterns = transformers_tables.by_role(
+    lora_a="blocks.*.attention.q_down blocks.*.attention.kv_down",
+    local="blocks.*.attention.q_latent_norm blocks.*.attention.kv_latent_norm",
+    lora_b="blocks.*.attention.q blocks.*.attention.kv",
+)
+"""Roles of latent attention: every rank has the latent vectors, and its heads of q and kv."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,10 @@ def default_patterns(model: nn.Module) -> Patterns:
         is_joint = model.shape.qk_norm == "projection"
         joint = _PROJECTION_NORM_PATTERNS if is_joint else {}
         patterns = {**DECODER, **joint, **_ADAPTER_PATTERNS}
+        if (latent := model.shape.latent) is not None:
+            patterns |= _LATENT_PATTERNS
+            if latent.query_rank is None:
+                patterns["blocks.*.attention.q"] = "column"
     else:
         patterns = transformers_tables.patterns_of(model)
     names = [name for name, _ in model.named_modules()]
