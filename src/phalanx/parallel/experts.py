@@ -25,8 +25,8 @@ expert and the rank of its token):
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -224,7 +224,7 @@ class _Started(NamedTuple):
 
 def _bind(module: Experts, comm: Comm) -> None:
     """Exchange rows before and after the own experts of this rank in the forward of `module`."""
-    own = module.forward
+    own: Callable[..., Tensor] = module.forward
 
     def start(rows_MD: Tensor, counts_E: Tensor) -> _Started:
         counts = comm.gather_counts(counts_E, "ep", len(rows_MD))
@@ -238,7 +238,8 @@ def _bind(module: Experts, comm: Comm) -> None:
             results_RD = own(there_RD, counts_e)
         return _returned(results_RD, comm, counts, order_R)
 
-    module.start, module.forward = start, forward
+    replaced: Any = module
+    replaced.start, replaced.forward = start, forward
 
 
 def _by_expert(groups: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
