@@ -31,6 +31,7 @@ from phalanx.parallel.context.positions import PositionOrder
 from phalanx.parallel.context.split import ContextSplit
 from phalanx.parallel.data import DataSplit
 from phalanx.parallel.dropout import DropoutSplit, Masks
+from phalanx.parallel.experts import ExpertSplit
 from phalanx.parallel.pipeline.cut import chain_flops
 from phalanx.parallel.pipeline.partition import stage_costs
 from phalanx.parallel.pipeline.schedule import Schedule
@@ -50,13 +51,14 @@ FirstWeights = Callable[[Tensor, str, tuple[int, ...], tuple[int, ...]], object]
 """Fills a shard of a parameter in place: (shard, name, full shape, offset of the shard in it)."""
 
 SPLITS: tuple[type[Split], ...] = (
-    *(PipelineSplit, BatchNormSplit, ContextSplit, TensorSplit),
+    *(PipelineSplit, BatchNormSplit, ContextSplit, TensorSplit, ExpertSplit),
     *(RecomputeSplit, ShardedSplit, DataSplit, DropoutSplit),
 )
 """The axes, in the order in which they split a model: each splits the result of the previous one.
 
 pp comes first, so the later axes see a stage as a complete model. cp splits the positions of each
-row, and tp splits the products over those positions. Recomputation wraps blocks that tp has already
+row, and tp splits the products over those positions. ep keeps some of the experts that tp has split
+each. Recomputation wraps blocks that tp has already
 split, and fsdp gathers a block before its recomputation runs.
 """
 

@@ -27,8 +27,8 @@ row in a layout whose residual is full on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, cast
 
@@ -43,6 +43,7 @@ from phalanx.models.layers import Dropout, Linear
 from phalanx.models.loss import IGNORE
 from phalanx.models.random import dropout
 from phalanx.parallel.batch_shape import BatchShape, batch_shape, note
+from phalanx.parallel.local import local_parameters
 from phalanx.parallel.tensor import operators
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.loss import check_range, token_loss_sum
@@ -273,29 +274,15 @@ def _run_on_shards(module: nn.Module, gives_gradient: bool = True) -> None:
     replace_forward(module, forward)
 
 
-@contextmanager
-def _local_parameters(module: nn.Module, gives_gradient: bool = True) -> Generator[None]:
+def _local_parameters(
+    module: nn.Module, gives_gradient: bool = True
+) -> AbstractContextManager[None]:
     """Replace the parameters of a module and its submodules by this rank's local shards.
 
     Without `gives_gradient` the gradients of this rank are zeros, because another rank computes
     and contributes the same gradients.
     """
-    # The private dict, because setattr of a parameter's name accepts only an nn.Parameter.
-    homes: list[dict[str, Any]] = [
-        inner._parameters  # pyright: ignore[reportPrivateUsage]
-        for inner in module.modules()
-    ]
-    before = [dict(home) for home in homes]
-    try:
-        for home in homes:
-            shards = {name: local_shard(p) for name, p in home.items() if p is not None}
-            if not gives_gradient:
-                shards = {name: operators.without_gradient(s) for name, s in shards.items()}
-            home.update(shards)
-        yield
-    finally:
-        for home, parameters in zip(homes, before, strict=True):
-            home.update(parameters)
+    return local_parameters(module, *(() if gives_gradient else (operators.without_gradient,)))
 
 
 def subtracts_mean(norm: nn.Module) -> bool:
