@@ -99,9 +99,26 @@ def hops(op: str, size: int) -> float:
 
 
 def seconds(
-    op: str, group: GroupLayout, sent_bytes: float, calls: int, cluster: Cluster, software: Software
+    op: str,
+    group: GroupLayout,
+    sent_bytes: float,
+    calls: int,
+    cluster: Cluster,
+    software: Software,
+    copies: int = 1,
 ) -> float:
-    """Return the time of `calls` collectives in which a rank sends `sent_bytes` in total."""
+    """Return the time of `calls` collectives in which a rank sends `sent_bytes` in total.
+
+    Args:
+        op: name of the collective.
+        group: its ranks.
+        sent_bytes: bytes that a rank sends to others in all calls.
+        calls: number of calls.
+        cluster: the devices and their links.
+        software: constants of the training program.
+        copies: in an all-to-all, number of ranks to which a row goes; of a program that sends a row
+            once to each other unit, fewer bytes leave a unit.
+    """
     if group.size == 1 or not calls:
         return 0.0
     inside = cluster.levels[0]
@@ -115,7 +132,7 @@ def seconds(
     found = reach(group, cluster, software)
     if op == "all_to_all":
         call_s = found.latency_s + software.call_s
-        return calls * call_s + sent_bytes * _per_byte_s(group, cluster, software)
+        return calls * call_s + sent_bytes * _per_byte_s(group, cluster, software, copies)
     bandwidth = found.bandwidth
     if op == "send":
         bandwidth = min(bandwidth, reach(GroupLayout(2, group.stride), cluster, software).bandwidth)
@@ -123,7 +140,9 @@ def seconds(
     return calls * call_s + sent_bytes / bandwidth
 
 
-def _per_byte_s(group: GroupLayout, cluster: Cluster, software: Software) -> float:
+def _per_byte_s(
+    group: GroupLayout, cluster: Cluster, software: Software, copies: int
+) -> float:
     """Return the seconds for each byte that a rank sends in an all-to-all."""
     # 16 ranks, stride 1, servers of 8 devices: of the 15 peers 7 are in the rank's server, and 8 are
     # behind its way out. Both parts are sent at once, so the slower one counts.
@@ -136,6 +155,11 @@ def _per_byte_s(group: GroupLayout, cluster: Cluster, software: Software) -> flo
             part = software.outer_bandwidth if number else software.inner_bandwidth
             bandwidth = level.link.among(members) * level.link.congestion_at(apart).bandwidth
             peers = (members - inside) / (group.size - 1)
+            if number and software.sends_rows_once:
+                # Of U units, k copies at random reach 1 - (1 - 1/U)^k of each: in place of k rows
+                # to all, U x that.
+                units = members / inside
+                peers *= units * (1 - (1 - 1 / units) ** copies) / copies
             longest, inside = max(longest, peers / (bandwidth * part)), members
         if inside == group.size:
             break

@@ -142,7 +142,7 @@ def _seconds(of: Operation, device: Device, software: Software, peak: float) -> 
                 shape *= rows / (math.ceil(rows / _TILE[0]) * _TILE[0])
             elif columns % 64 or inner % 64:
                 shape *= _UNALIGNED
-        efficiency = products * shape
+        efficiency = products * shape * (software.grouped if of.groups > 1 else 1.0)
         return max(of.flops / (peak * efficiency), of.num_bytes / bandwidth)
     if not of.scores:
         return software.fusion * of.num_bytes / bandwidth

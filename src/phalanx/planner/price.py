@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from phalanx.account.activations import microbatches_for_peak
-from phalanx.account.planned import PlannedStep
+from phalanx.account.planned import DecoderModel, PlannedStep
 from phalanx.comm.axes import axes_of
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.pipeline.schedule import Schedule
@@ -250,15 +250,20 @@ class _Costs:
         its peers wait for it. Compute does not hide the exchange. The plan's traffic is of the
         first pipeline rank, which has `num_blocks` of the blocks with experts.
         """
+        if not num_blocks:
+            return _Exchange(0.0, 0.0)
+        model: DecoderModel = self.step.model
+        assert model.shape.experts is not None
+        copies = model.shape.experts.top_k
         of = {
             name: sum(
-                self._entry_s(entry)
+                self._entry_s(entry, copies)
                 for entry in self._of_microbatch
                 if entry.axis == "ep" and entry.phase == name and not _is_of_data(entry)
             )
             for name in ("forward", "backward")
         }
-        each = getattr(self.step.model, "imbalance", 1.0) / max(1, num_blocks)
+        each = model.imbalance / num_blocks
         return _Exchange(of["forward"] * each, of["backward"] * each)
 
     @functools.cached_property
@@ -286,12 +291,12 @@ class _Costs:
             further.append(each)
         return further
 
-    def _entry_s(self, entry: Entry) -> float:
+    def _entry_s(self, entry: Entry, copies: int = 1) -> float:
         strategy = self.step.strategy
         axes = strategy.mesh_axes()
         group = network.group_of(axes, axes_of(entry.axis, axes))
         of = entry.op, group, entry.sent_bytes, entry.calls
-        return network.seconds(*of, self.job, self.software)
+        return network.seconds(*of, self.job, self.software, copies)
 
     @functools.cached_property
     def _message_s(self) -> float:
