@@ -8,12 +8,15 @@ there straight from memory. A request that fails is repeated (PAUSES_S).
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hashlib
 import os
 import random
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path, PosixPath
@@ -75,9 +78,13 @@ _FOLDER: Final = "phalanx-objects"
 """Folder of all addresses; a path in it has an address wherever the cache of a process is."""
 
 
-def _store_of(path: Path) -> tuple[Any, str]:
-    """Return the file system of a path's address, and its key there."""
-    address = address_of(path)
+def open_store(where: Path | str) -> tuple[Any, str]:
+    """Return the file system of an address, or of a path that has one, and the key there.
+
+    Raises:
+        ConfigError: the scheme is unknown, or its package is not installed.
+    """
+    address = where if isinstance(where, str) else address_of(where)
     try:
         import fsspec
 
@@ -89,26 +96,50 @@ def _store_of(path: Path) -> tuple[Any, str]:
         ) from error
 
 
-def _ask(call: str, path: Path, *args: Any, num_bytes: int = 0, **options: Any) -> Any:
-    """Call a method of the file system of `path` on its key, for at most the time of a request."""
-    files, key = _store_of(path)
-    if not files.async_impl:
-        return getattr(files, call)(key, *args, **options)
-    from fsspec.asyn import sync
+def ask(
+    call: str,
+    files: Any,
+    key: str,
+    *args: Any,
+    num_bytes: int = 0,
+    partial: Path | None = None,
+    **options: Any,
+) -> Any:
+    """Call a method of a file system on a key, for at most the time of a request.
 
-    limit_s = REQUEST_S * (1 + num_bytes / PART_BYTES)
-    work = getattr(files, f"_{call}")
-    return cast(Any, sync)(files.loop, work, key, *args, timeout=limit_s, **options)
+    A download into the file `partial` may take longer while the file grows.
+    """
+    if files.async_impl:
+        work = getattr(files, f"_{call}")(key, *args, **options)
+        done = asyncio.run_coroutine_threadsafe(work, files.loop)
+    else:
+        done = Future[Any]()
+
+        def run() -> None:
+            try:
+                done.set_result(getattr(files, call)(key, *args, **options))
+            except BaseException as error:
+                done.set_exception(error)
+
+        # A daemon, because a request that hangs would keep the process from ending.
+        threading.Thread(target=run, daemon=True).start()
+    limit_s, size, before = REQUEST_S * (1 + num_bytes / PART_BYTES), 0, -1
+    while not wait([done], limit_s).done:
+        before, size = size, partial.stat().st_size if partial and partial.exists() else -1
+        if size <= before:
+            done.cancel()
+            raise TimeoutError(f"no byte in {limit_s:.0f} s")
+    return done.result()
 
 
-def _repeated(work: Callable[[], T], doing: str, path: Path) -> T:
+def repeated(work: Callable[[], T], doing: str, where: str | None) -> T:
     """Return what `work` returns; repeat it after each of PAUSES_S while it fails.
 
     Raises:
         FileNotFoundError, FileExistsError: as `work` raised, at once.
         StoreError: the store refused the request, or failed it each time.
     """
-    begin_s, where = time.monotonic(), address_of(path)
+    begin_s = time.monotonic()
     for pause_s in (*PAUSES_S, None):
         try:
             return work()
@@ -137,19 +168,19 @@ def get(path: Path, begin: int = 0, end: int | None = None, sha256: str = "") ->
 
     def read() -> bytes:
         if end is None:
-            return _ask("cat_file", path)
-        content = _ask("cat_file", path, start=begin, end=end, num_bytes=end - begin)
+            return ask("cat_file", *open_store(path))
+        content = ask("cat_file", *open_store(path), start=begin, end=end, num_bytes=end - begin)
         content = content if len(content) <= end - begin else content[begin:end]  # without ranges
         if sha256 and hashlib.sha256(content).hexdigest() != sha256:
             raise OSError(f"damaged: bytes {begin} to {end} have another sha256")
         return content
 
-    return _repeated(read, "read", path)
+    return repeated(read, "read", address_of(path))
 
 
 def size_of(path: Path) -> int:
     """Return the size of an object in bytes; for the errors see `get`."""
-    return _repeated(lambda: _ask("info", path)["size"], "read", path)
+    return repeated(lambda: ask("info", *open_store(path))["size"], "read", address_of(path))
 
 
 def put(path: Path, content: bytes, *, is_new: bool = False) -> None:
@@ -161,14 +192,14 @@ def put(path: Path, content: bytes, *, is_new: bool = False) -> None:
     """
 
     def write() -> None:
-        options = {"mode": "create"} if is_new else {}
+        options: dict[str, Any] = {"mode": "create"} if is_new else {}
         try:
-            _ask("pipe_file", path, content, num_bytes=len(content), **options)
+            ask("pipe_file", *open_store(path), content, num_bytes=len(content), **options)
         except OSError:
             # The answer to an earlier request may be lost, and stores name the conflict in their
             # own ways: the content that is there shows whose request came first.
             with suppress(FileNotFoundError):
-                if is_new and _ask("cat_file", path) != content:
+                if is_new and ask("cat_file", *open_store(path)) != content:
                     raise FileExistsError(errno.EEXIST, "exists", address_of(path)) from None
                 if is_new:
                     return
@@ -187,7 +218,7 @@ def stream(path: Path, chunks: Callable[[], Iterable[memoryview]]) -> None:
     stopped: list[Exception] = []
 
     def write() -> None:
-        files, key = _store_of(path)
+        files, key = open_store(path)
         file, source = files.open(key, "wb", block_size=PART_BYTES), iter(chunks())
         try:
             while True:
@@ -214,7 +245,7 @@ def _written(write: Callable[[], None], path: Path) -> None:
     if str(address_of(path)).startswith("http"):
         raise StoreError(errno.EROFS, "http addresses can only be read", address_of(path))
     try:
-        _repeated(write, "write", path)
+        repeated(write, "write", address_of(path))
     except FileNotFoundError as error:
         raise StoreError(errno.ENOENT, f"cannot write: {error}", address_of(path)) from error
 
@@ -222,10 +253,12 @@ def _written(write: Callable[[], None], path: Path) -> None:
 def listed(folder: Path) -> dict[Path, Mapping[str, Any]]:
     """Return the objects in a folder and below, by path, with what the store says of each."""
     try:
-        there = _repeated(lambda: _ask("find", folder, detail=True), "list", folder)
+        there = repeated(
+            lambda: ask("find", *open_store(folder), detail=True), "list", address_of(folder)
+        )
     except FileNotFoundError:
         return {}
-    start = _store_of(folder)[1].strip("/") + "/"
+    start = open_store(folder)[1].strip("/") + "/"
     paths = {folder / name.strip("/").removeprefix(start): about for name, about in there.items()}
     # A name such as a/../../b would lead out of the folder on this host.
     return {path: about for path, about in paths.items() if ".." not in path.parts}
@@ -239,7 +272,9 @@ def remove(paths: Iterable[Path]) -> None:
     """
     for path in paths:
         with suppress(FileNotFoundError):
-            _repeated(lambda path=path: _ask("rm_file", path), "remove", path)
+            repeated(
+                lambda path=path: ask("rm_file", *open_store(path)), "remove", address_of(path)
+            )
         path.unlink(missing_ok=True)
 
 

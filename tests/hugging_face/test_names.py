@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import MODELS, SIZES, model_of
+from small_models import MODELS, SIZES, in_float64, model_of
 from states import from_hf, to_hf
 from torch import Tensor
 from transformers import (
@@ -28,20 +28,20 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.loss import IGNORE
 from phalanx.models.registry import PRESETS, shape_of
 
-
-def tolerance_of(family: str) -> float:
-    """transformers makes rotary angles, and most norms, in fp32 whatever the model's dtype."""
-    return 1e-12 if family == "gpt2" else 2e-6
+TOLERANCE = 1e-12
 
 
-def pair(name: str) -> tuple[PreTrainedModel, Decoder, float]:
+def pair(name: str) -> tuple[PreTrainedModel, Decoder]:
     """Make both models in fp64 with equal weights, no norm weight and no bias left at 1 or 0."""
-    theirs = model_of(name).double()
-    family = theirs.config.model_type
+    small = model_of(name)
+    with in_float64():  # tables of angles are made with the model
+        theirs: PreTrainedModel = type(small)(small.config).double()
+    theirs.load_state_dict(small.state_dict())
+    theirs.set_experts_implementation("eager")  # the default has no float64
     shape = shape_from_hf(theirs.config.to_dict())
     ours = Decoder(shape).double()
-    ours.load_state_dict(from_hf(theirs.state_dict(), shape, family))
-    return theirs, ours, tolerance_of(family)
+    ours.load_state_dict(from_hf(theirs.state_dict(), shape, theirs.config.model_type))
+    return theirs.eval(), ours
 
 
 def sample() -> tuple[Tensor, Tensor]:
@@ -54,10 +54,11 @@ def sample() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_logits_loss_and_gradients(name: str) -> None:
-    theirs, ours, tolerance = pair(name)
+    theirs, ours = pair(name)
     tokens_BT, labels_BT = sample()
-    expected_BTV = theirs(tokens_BT).logits
-    torch.testing.assert_close(ours(tokens_BT), expected_BTV, rtol=tolerance, atol=tolerance)
+    with in_float64():
+        expected_BTV = theirs(tokens_BT).logits
+    torch.testing.assert_close(ours(tokens_BT), expected_BTV, rtol=TOLERANCE, atol=TOLERANCE)
 
     expected = F.cross_entropy(
         expected_BTV.flatten(0, 1), labels_BT.flatten(), reduction="sum", ignore_index=IGNORE
@@ -65,7 +66,7 @@ def test_equal_logits_loss_and_gradients(name: str) -> None:
     expected.backward()
     loss = ours(tokens_BT, labels_BT)
     loss.backward()
-    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=0.0)
+    torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=0.0)
     # The gradients have the layout of their weights, so the same conversion carries them.
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
     expected_gradients = from_hf(gradients, ours.shape, theirs.config.model_type)
@@ -76,13 +77,13 @@ def test_equal_logits_loss_and_gradients(name: str) -> None:
         # The bias of GPT-2's keys has no gradient but rounding errors.
         scale = expected_gradients[key].abs().max().clamp(min=1e-5 * largest)
         torch.testing.assert_close(
-            gradient / scale, expected_gradients[key] / scale, rtol=0.0, atol=10 * tolerance
+            gradient / scale, expected_gradients[key] / scale, rtol=0.0, atol=10 * TOLERANCE
         )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_back_to_hugging_face(name: str) -> None:
-    theirs, ours, _ = pair(name)
+    theirs, ours = pair(name)
     back = to_hf(ours.state_dict(), ours.shape, theirs.config.model_type)
     state = theirs.state_dict()
     if ours.shape.tied:
@@ -92,14 +93,14 @@ def test_back_to_hugging_face(name: str) -> None:
 
 
 def test_bare_gpt2_checkpoint_with_its_old_buffers() -> None:
-    theirs, ours, _ = pair("gpt2")
+    theirs, ours = pair("gpt2")
     bare = {**theirs.transformer.state_dict(), "h.0.attn.bias": torch.ones(1, 1, 64, 64)}
     taken = from_hf(bare, ours.shape, "gpt2")
     assert all(torch.equal(taken[key], value) for key, value in ours.state_dict().items())
 
 
 def test_a_head_that_is_missing_names_the_setting_of_a_tied_one() -> None:
-    theirs, ours, _ = pair("llama")
+    theirs, ours = pair("llama")
     state = theirs.state_dict()
     del state["lm_head.weight"]
     with pytest.raises(CheckpointError, match=r"'lm_head.weight' is missing; .*to true in config"):
@@ -169,9 +170,9 @@ def test_transformers_makes_the_same_tensors_of_a_config(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_tensor_at_a_time_is_the_whole(name: str) -> None:
-    theirs, ours, _ = pair(name)
+    theirs, ours = pair(name)
     state, weights = theirs.state_dict(), ours.state_dict()
-    links = table(ours.shape, theirs.config.model_type)
+    links = table(ours.shape, theirs.config.model_type, is_stacked=True)
     for link in links:
         parts = link.split(state[link.theirs])
         assert all(torch.equal(weights[n], p) for n, p in zip(link.ours, parts, strict=True))
@@ -198,7 +199,7 @@ def test_unknown_configs_are_refused() -> None:
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:
-    theirs, ours, _ = pair("llama")
+    theirs, ours = pair("llama")
     state = dict(theirs.state_dict())
     with pytest.raises(
         CheckpointError, match=r"the model has no 'surplus\.weight', the first of 1"

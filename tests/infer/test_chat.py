@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from phalanx.errors import ConfigError
 from phalanx.infer.chat import Chat
-from phalanx.infer.protocol import Message
+from phalanx.infer.protocol import ChatBody
 from phalanx.infer.served import open_served
 
 MESSAGES = [
@@ -39,7 +39,7 @@ def test_a_template_makes_what_transformers_makes(tmp_path: Path, template: Any)
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     expected: Any = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     served = open_served(folder)
-    found = Chat(served).encode([Message(**message) for message in MESSAGES])
+    found = Chat(served).encode(ChatBody.model_validate({"messages": MESSAGES}))
     assert "never" not in expected and expected.endswith("[assistant]")
     assert found == served.tokenizer.encode(expected, add_special_tokens=False).ids or (
         found == theirs(expected, add_special_tokens=False)["input_ids"]
@@ -99,12 +99,12 @@ def test_tokens_of_a_chat_are_those_of_transformers(
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)
     expected: Any = theirs.apply_chat_template(TURNS, add_generation_prompt=True)["input_ids"]
     chat = Chat(open_served(folder))
-    messages = [Message(**turn) for turn in TURNS]
+    body = ChatBody.model_validate({"messages": TURNS})
     if max(expected) < 97:
-        assert chat.encode(messages) == expected
+        assert chat.encode(body) == expected
     else:  # the model has no row for a token that the files add
         with pytest.raises(ConfigError, match=f"the tokenizer returns token {max(expected)}"):
-            chat.encode(messages)
+            chat.encode(body)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_whatever_a_template_raises_refuses_the_messages(
 ) -> None:
     chat = Chat(open_served(published(tmp_path, tokenizer_config={"chat_template": template})))
     with pytest.raises(ConfigError, match=f"chat template refuses these messages: .*({why})"):
-        chat.encode([Message(role="user", content="a")])
+        chat.encode(ChatBody.model_validate({"messages": TURNS[1:2]}))
 
 
 def test_a_text_that_the_tokenizer_has_no_token_for_is_refused(tmp_path: Path) -> None:

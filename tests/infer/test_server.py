@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from phalanx.infer.answers import Answer
 from phalanx.infer.app import Limits
 from phalanx.infer.options import Sampling, TokenScore
+from phalanx.infer.protocol import GenerationBody
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
@@ -114,7 +115,8 @@ def test_a_character_of_several_tokens_counts_once() -> None:
     tokenizer.decoder = decoders.ByteLevel()
     served: Any = SimpleNamespace(tokenizer=tokenizer, name="a")
     tokens = tokenizer.encode("a\u2603b").ids
-    found = Answer(served, 0, is_chat=False).scores(0, tokens, [TokenScore(-1.0)] * 5)
+    answer = Answer(served, 0, GenerationBody())
+    found = answer.scores(0, tokens, [TokenScore(-1.0)] * 5)
     assert found["text_offset"] == [0, 1, 2, 2, 2]
 
 

@@ -19,7 +19,7 @@ from phalanx.data.token_file import OPENS, TRAINED
 from phalanx.errors import CheckpointError, ConfigError, DataError
 from phalanx.hugging_face.convert import convert, open_hugging_face
 from phalanx.infer.chat import Chat
-from phalanx.infer.protocol import Message
+from phalanx.infer.protocol import ChatBody
 from phalanx.infer.served import open_served
 from phalanx.launch.local import run_ranks
 from phalanx.train.job.resolve import Job, resolve, words_of
@@ -88,7 +88,7 @@ def test_the_loss_is_of_the_answers_alone_under_any_strategy(tmp_path: Path) -> 
         out = str(tmp_path / strategy)
         job = resolve(dataclasses.replace(config, strategy=strategy, out=out))
         assert run_ranks(trained, 2, job, threads=1)[0] == pytest.approx(expected, rel=1e-9)
-    part = resolve(dataclasses.replace(config, save_every=2, out=str(tmp_path / "part")))
+    part = resolve(dataclasses.replace(config, save="every=2", out=str(tmp_path / "part")))
     run_ranks(trained, 2, part, threads=1)
     middle = str(manifest.folder_of(part.out, 2))
     resumed: dict[str, Any] = {"resume": middle, "out": str(tmp_path / "rest"), "strategy": "fsdp2"}
@@ -110,13 +110,13 @@ def test_the_folder_of_the_run_chats(tmp_path: Path) -> None:
     assert "24 conversations, of the layout messages" in words_of(job)[1]
     run_ranks(trained, 1, job, threads=1)
     run, origin = open_served(tmp_path / "run"), open_served(tmp_path / "tiny")
-    messages = [Message(role="user", content="hi")]
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "hi"}]})
     assert run.chat_templates == {"default": CHATML} == origin.chat_templates
-    assert Chat(run).encode(messages) == Chat(origin).encode(messages)
+    assert Chat(run).encode(body) == Chat(origin).encode(body)
     assert (run.begin_ids, run.end_ids) == (None, (258,))
     convert(tmp_path / "run", tmp_path / "exported")
     exported = open_served(tmp_path / "exported")
-    assert Chat(exported).encode(messages) == Chat(origin).encode(messages)
+    assert Chat(exported).encode(body) == Chat(origin).encode(body)
     assert (exported.begin_ids, exported.end_ids) == (None, (258,))
 
 

@@ -255,7 +255,7 @@ def test_frozen_weights_cost_no_gradient_and_no_moment(text: str, precision: str
 def run_of(folder: Path, **settings: Any) -> TrainConfig:
     more = {"model": str(folder / "base"), "lora": "r=4,alpha=8", "shape": ShapeConfig()}
     small = small_run(folder, **{**more, "steps": 4, "optimizer": OPTIMIZER, **settings})
-    return dataclasses.replace(small, batch=BatchConfig(global_size=12), save_every=2)
+    return dataclasses.replace(small, batch=BatchConfig(global_size=12), save="every=2")
 
 
 @pytest.mark.slow

@@ -5,13 +5,11 @@ These checks need no data, devices or model.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Final
 
 from phalanx.config.fields import check_values
-from phalanx.config.profile_options import ProfileOptions
-from phalanx.config.schema import MOST_ROWS, BatchConfig, OptimizerConfig, RunConfig, TrainConfig
+from phalanx.config.schema import MOST_ROWS, BatchConfig, OptimizerConfig, TrainConfig
 from phalanx.errors import BatchError, ConfigError
 from phalanx.strategy import Strategy, check_ranks, require_built
 
@@ -27,13 +25,11 @@ def check(config: TrainConfig) -> None:
         StrategyError: the strategy cannot be parsed, is not built, or does not fit nproc.
     """
     check_values(config)
-    check_best(config)
-    if config.profile is not None:
-        ProfileOptions.parse(config.profile)
-    name = (config.best or "").partition(":")[2]
+    best = config.save_policy.best
+    name = (best or "").partition(":")[2]
     if name not in ("", "loss", "bits_per_byte") and not name.startswith("rewards/"):
         raise ConfigError(
-            f"best is {config.best}, but an evaluation of text has no {name}; expected min:loss or "
+            f"save: best is {best}, but an evaluation of text has no {name}; expected min:loss or "
             "min:bits_per_byte"
         )
     if config.strategy is not None and config.strategy != AUTO:
@@ -84,15 +80,6 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(
             f"corpus.vocab_size is {config.corpus.vocab_size}, the size of a tokenizer to train, "
             f"but tokenizer is {config.tokenizer}, which is already trained; give one of them"
-        )
-
-
-def check_best(config: RunConfig) -> None:
-    """Raise ConfigError unless `best` is None or has the form min:NAME or max:NAME."""
-    if config.best is not None and re.fullmatch("(min|max):.+", config.best) is None:
-        raise ConfigError(
-            f"best is {config.best!r}; expected min: or max: and a measure, such as min:loss or "
-            "max:accuracy"
         )
 
 

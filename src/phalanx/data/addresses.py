@@ -7,33 +7,23 @@ be read is empty in the copy, so that it is named as any other file that is left
 from __future__ import annotations
 
 import glob
-import importlib
 import json
-import re
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from secrets import token_hex
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from phalanx.data.cache import fingerprint, storage_errors
 from phalanx.data.corpus import METADATA, mixture_of, sources
 from phalanx.data.formats import format_of
 from phalanx.data.pretokenised import ARRAYS, files_of_ids
 from phalanx.data.survey import Progress
-from phalanx.errors import DataError
+from phalanx.errors import DataError, StoreError
+from phalanx.object_store import ask, open_store, repeated
 from phalanx.storage import PARTIAL, replace_file
 
-ATTEMPTS: Final = 5
-"""Most times that a request is made."""
-
-STALL_S = 60.0
-"""Seconds without a further byte after which a request counts as failed."""
-
-PAUSE_S = 0.5
-"""Seconds before the second attempt; doubled before each later one."""
+T = TypeVar("T")
 
 _NUM_THREADS: Final = 8
 
@@ -42,11 +32,12 @@ def check_data(data: str | None) -> None:
     """Check the sources of a `data` setting, and send nothing.
 
     Raises:
-        DataError: a path has no file that can be read, or the package for an address is missing.
+        DataError: a path has no file that can be read.
+        ConfigError: an address cannot be opened, see `open_store`.
     """
     for _, path in mixture_of(data):
         if path is not None and "://" in path:
-            _open(path)
+            open_store(path)
         elif not files_of_ids(path):
             sources(path)
 
@@ -59,16 +50,16 @@ def local_path(
     A follower takes the copy that another process of this host has just made.
 
     Raises:
-        DataError: the address cannot be read in ATTEMPTS attempts, or has no file.
+        DataError: the address cannot be read, or has no file.
     """
     if address is None or "://" not in address or len(mixture_of(address)) > 1:
         return address
-    fs, path = _open(address)
+    fs, path = open_store(address)
     folder = cache / "addresses" / fingerprint("address", address)
     record, files = folder / "listing.json", folder / "files"
     known: dict[str, str] = json.loads(record.read_text()) if record.is_file() else {}
     if not (is_follower and known):
-        listing = _attempt(address, lambda _: _listing(fs, path), folder)
+        listing = _repeated(lambda: _listing(fs, path), address)
         if not listing:
             raise DataError(f"{address} has no file; expected a file, a folder or a glob")
         before, known = known, {name: f"{entry}" for name, entry in listing.items()}
@@ -79,16 +70,20 @@ def local_path(
             suffix = PurePosixPath(name).suffix.lower()
             is_read = format_of(Path(name)) or suffix in ARRAYS or Path(name).name in METADATA
 
-            def get(partial: Path) -> Path:
-                partial.touch()
-                if is_read:
-                    fs.get_file(listing[name][0], str(partial))
-                    if sizes[name] not in (0, num_bytes := partial.stat().st_size):
-                        raise OSError(f"{num_bytes:,} of {sizes[name]:,} bytes came")
-                return partial.replace(files / name)
+            def get() -> None:
+                partial = folder / f"{token_hex(4)}{PARTIAL}"
+                try:
+                    partial.touch()
+                    if is_read:
+                        ask("get_file", fs, listing[name][0], str(partial), partial=partial)
+                        if sizes[name] not in (0, num_bytes := partial.stat().st_size):
+                            raise OSError(f"{num_bytes:,} of {sizes[name]:,} bytes came")
+                    partial.replace(files / name)
+                finally:
+                    partial.unlink(missing_ok=True)
 
             (files / name).parent.mkdir(parents=True, exist_ok=True)
-            _attempt(f"{address} ({name})", get, folder)
+            _repeated(get, f"{address} ({name})")
             return name
 
         num_bytes, done = sum(sizes.values()), 0
@@ -104,27 +99,24 @@ def local_path(
     return str(files / next(iter(known)) if is_file else files)
 
 
-def _open(address: str) -> tuple[Any, str]:
-    """Return the file system of an address, and the path there."""
+def _repeated(work: Callable[[], T], where: str) -> T:
     try:
-        return importlib.import_module("fsspec.core").url_to_fs(address)
-    except ImportError as error:
-        package = re.search(r"[Ii]nstall (\w+)", str(error))
-        fix = "'phalanx-train[objects]'" if package is None else package[1]
-        raise DataError(f"cannot read {address}: {error}: pip install {fix}") from error
-    except ValueError as error:
-        raise DataError(f"cannot read {address}: {error}; expected s3://, gs:// ...") from error
+        return repeated(work, "read", where)
+    except FileNotFoundError as error:
+        raise DataError(f"cannot read {where}: it does not exist") from error
+    except StoreError as error:
+        raise DataError(str(error)) from error
 
 
 def _listing(fs: Any, path: str) -> dict[str, tuple[str, dict[str, Any]]]:
     """Return the path and the entry of each file, by its name in the copy."""
     if path.startswith(("http://", "https://")):  # which has no folders
-        return {PurePosixPath(path.partition("?")[0]).name: (path, fs.info(path))}
+        return {PurePosixPath(path.partition("?")[0]).name: (path, ask("info", fs, path))}
     fs.invalidate_cache()
     root = path
     while glob.has_magic(root):
         root = root.rpartition("/")[0]
-    entries = (fs.find if root == path else fs.glob)(path, detail=True)
+    entries = ask("find" if root == path else "glob", fs, path, detail=True)
     base = (root.rpartition("/")[0] if path in entries else root).rstrip("/")
     named = {file[len(base) :].strip("/"): (file, entries[file]) for file in sorted(entries)}
     return {
@@ -132,36 +124,3 @@ def _listing(fs: Any, path: str) -> dict[str, tuple[str, dict[str, Any]]]:
         for name, (file, entry) in named.items()
         if entry.get("type") == "file" and "/." not in f"/{name}"
     }
-
-
-def _attempt(what: str, call: Callable[[Path], Any], folder: Path) -> Any:
-    """Return what `call` returns, in one of ATTEMPTS attempts.
-
-    Each attempt has a new partial file in `folder`; one that stalls ends when it grows no more.
-    """
-    problem, attempt = None, 0
-    while attempt < ATTEMPTS:
-        time.sleep(PAUSE_S * 2 ** (attempt - 1) if attempt else 0)
-        attempt += 1
-        done, partial = Future[Any](), folder / f"{token_hex(4)}{PARTIAL}"
-
-        def run(done: Future[Any] = done, partial: Path = partial) -> None:
-            try:
-                done.set_result(call(partial))
-            except BaseException as error:
-                done.set_exception(error)
-
-        # A daemon, because a request that hangs would keep the process from ending.
-        threading.Thread(target=run, daemon=True).start()
-        size, before = 0, -1
-        while size > before and not wait([done], STALL_S).done:
-            before, size = size, partial.stat().st_size if partial.exists() else 0
-        problem = TimeoutError(f"no byte in {STALL_S:g} s")
-        if done.done() and (problem := done.exception()) is None:
-            return done.result()
-        partial.unlink(missing_ok=True)
-        if isinstance(problem, FileNotFoundError | PermissionError | NotImplementedError):
-            break
-    raise DataError(
-        f"cannot read {what}: {type(problem).__name__}: {problem}; tried {attempt} times"
-    ) from problem

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from phalanx.infer.detokenize import bytes_of, scores_of, shown
 from phalanx.infer.engine import EngineFailed, Piece
 from phalanx.infer.options import TokenScore
-from phalanx.infer.protocol import GenerationBody
+from phalanx.infer.protocol import ChatBody, GenerationBody
 from phalanx.infer.scheduler import Completion
 from phalanx.infer.served import Served
 from phalanx.infer.tool_calls import CallParser
@@ -39,10 +39,8 @@ class Answer:
         self,
         served: Served,
         logprobs: int | None,
-        *,
-        is_chat: bool,
+        body: GenerationBody,
         echoes: Sequence[str] = (),
-        body: GenerationBody | None = None,
         new_parser: Callable[[], CallParser] | None = None,
     ) -> None:
         """Create the response of one request.
@@ -50,18 +48,18 @@ class Answer:
         Args:
             served: the model.
             logprobs: number of alternatives in the scores of tokens; None for no scores.
-            is_chat: whether the request is a chat.
-            echoes: text of the prompt of each choice, to put before its text; or none.
             body: the request, whose fields say what else the response has.
+            echoes: text of the prompt of each choice, to put before its text; or none.
             new_parser: returns a parser of the calls of tools in a choice; None if there are none.
         """
         self._parsers = None if new_parser is None else defaultdict[int, CallParser](new_parser)
-        self._is_chat, self._has_scores, self._num_top = is_chat, logprobs is not None, logprobs
-        self._echoes, self._body = echoes, body or GenerationBody()
-        self._names_ids = bool(self._body.return_tokens_as_token_ids)
+        self._is_chat, self._has_scores = isinstance(body, ChatBody), logprobs is not None
+        self._num_top = logprobs
+        self._echoes, self._body = echoes, body
+        self._names_ids = body.return_tokens_as_token_ids
         self._tokenizer, self._model = served.tokenizer, served.name
-        self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-"
-        self._id += self._body.request_id or secrets.token_hex(12)
+        self._id = f"{'chatcmpl' if self._is_chat else 'cmpl'}-"
+        self._id += body.request_id or secrets.token_hex(12)
         self._num_characters = Counter[int]()  # by choice: characters of its tokens so far
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -89,7 +87,7 @@ class Answer:
 
     def _best(self, completions: Sequence[Completion]) -> Sequence[Completion]:
         """Return the completions to show, of `best_of` those with the best mean log-probability."""
-        num, num_kept = self._body.num_generated, self._body.num_choices
+        num, num_kept = self._body.num_generated, self._body.n
         if num == num_kept:
             return completions
 
@@ -106,14 +104,11 @@ class Answer:
         return kept
 
     async def stream(
-        self,
-        pieces: AsyncGenerator[Piece],
-        completions: Sequence[Completion],
-        *,
-        has_usage: bool,
+        self, pieces: AsyncGenerator[Piece], completions: Sequence[Completion]
     ) -> AsyncGenerator[str]:
         """Yield the server-sent events of a streaming response."""
         begun: set[int] = set()
+        has_usage = self._body.stream_options.include_usage
         about = self._about("chat.completion.chunk" if self._is_chat else "text_completion")
         about |= {"usage": None} if has_usage else {}
         try:
@@ -132,8 +127,7 @@ class Answer:
                 reason = reason and ends["finish_reason"]
                 if self._body.return_token_ids and is_first:
                     ends["prompt_token_ids"] = completion.prompt
-                options = self._body.stream_options
-                if has_usage and options is not None and options.continuous_usage_stats:
+                if has_usage and self._body.stream_options.continuous_usage_stats:
                     about["usage"] = usage_of(completions)
                 deltas = deltas or [{"content" if self._is_chat else "text": ""}]
                 if self._is_chat:

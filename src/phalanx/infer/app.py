@@ -164,10 +164,10 @@ class Gateway:
     async def completions(self, request: Request) -> Response:
         """Answer `/v1/completions`."""
         body: CompletionBody = await self._body(request, CompletionBody)
-        check_number(len(body.prompts), body.num_choices)
-        if body.num_generated != body.num_choices:
+        check_number(len(body.prompts), body.n)
+        if body.num_generated != body.n:
             check_number(len(body.prompts), body.num_generated, "best_of")
-            if body.num_generated < body.num_choices or body.stream:
+            if body.num_generated < body.n or body.stream:
                 raise RequestError("best_of requires stream: false and at least n", "best_of")
         most, vocab_size = self._most_tokens, self.served.weights.shape.vocab_size
         max_tokens = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
@@ -190,10 +190,10 @@ class Gateway:
         texts = [
             prompt
             if isinstance(prompt, str) and first is None
-            else self.served.tokenizer.decode(tokens, skip_special_tokens=body.skips_special)
+            else self.served.tokenizer.decode(tokens, skip_special_tokens=body.skip_special_tokens)
             for prompt, tokens in zip(body.prompts if body.echo else (), prompts, strict=False)
         ]
-        echoes = [text for text in texts for _ in range(body.num_choices)]
+        echoes = [text for text in texts for _ in range(body.n)]
         return await self._answer(request, body, prompts, DEFAULT_TOKENS, body.logprobs, echoes)
 
     def _cut(self, body: GenerationBody, max_tokens: int) -> tuple[int | None, int | None]:
@@ -220,7 +220,7 @@ class Gateway:
     async def _chat_answer(
         self, request: Request, body: ChatBody, answer: ResponseAnswer | None = None
     ) -> Response:
-        check_number(1, body.num_choices)
+        check_number(1, body.n)
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs requires logprobs: true", "top_logprobs")
         if body.max_tokens is not None and body.max_completion_tokens is not None:
@@ -235,19 +235,12 @@ class Gateway:
                 f"model lacks; --tool-call-parser names the format: {', '.join(CALL_FORMATS)}",
                 "tools",
             )
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or () if functions]
         max_tokens = body.max_completion_tokens
         first, most = self._cut(body, max_tokens or body.max_tokens or 1)
 
         def encode() -> list[int]:
             with about_field("messages"):
-                return self._chat.encode(
-                    *(body.messages, most, tools or None),
-                    starts_answer=body.add_generation_prompt,
-                    continues_last=bool(body.continue_final_message),
-                    values=body.template_values,
-                    has_begin=body.add_special_tokens,
-                )[first:]
+                return self._chat.encode(body, most)[first:]
 
         prompt = await asyncio.to_thread(encode)
         if max_tokens is None:
@@ -255,10 +248,10 @@ class Gateway:
             max_tokens = min(room, self.limits.defaults.get("max_tokens", room))
         last = body.messages[-1]
         is_echo = body.echo and last.role == "assistant"  # as in vLLM, of the role of the answer
-        echoes = [last.text] * body.num_choices if is_echo else []
+        echoes = [last.text] * body.n if is_echo else []
         calls = constraint = None
         if functions and (form := self._calls) is not None:
-            names, is_single = [each.name for each in functions], body.parallel_tool_calls is False
+            names, is_single = [each.name for each in functions], not body.parallel_tool_calls
             calls = functools.partial(CallParser, form, names, is_single=is_single)
             if body.constraint is not None:  # it would allow no call
                 why = f"tools and {body.constraint.field} exclude each other"
@@ -284,14 +277,7 @@ class Gateway:
             with about_field("prompt" if body.messages == [] else "messages"):
                 if body.prompt is not None:
                     return self.served.encode(body.prompt, has_begin=body.add_special_tokens)
-                return self._chat.encode(
-                    body.messages,
-                    tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()] or None,
-                    starts_answer=body.add_generation_prompt,
-                    continues_last=bool(body.continue_final_message),
-                    values=body.template_values,
-                    has_begin=body.add_special_tokens,
-                )
+                return self._chat.encode(body)
 
         tokens = await asyncio.to_thread(encode)
         strings = [self.served.tokenizer.id_to_token(token) for token in tokens]
@@ -389,7 +375,7 @@ class Gateway:
         grammar, is_chat = None, isinstance(body, ChatBody)
         defaults = {**self.limits.defaults}
         defaults.pop("max_tokens", None)
-        is_ranked = body.num_generated != body.num_choices
+        is_ranked = body.num_generated != body.n
         samplings = body.samplings(
             max_tokens, 0 if is_ranked and logprobs is None else logprobs, self.served, defaults
         )
@@ -399,9 +385,7 @@ class Gateway:
         served, adapter = self.served, self._adapters.get(body.model or "", 0)
         if adapter:
             served = replace(served, name=str(body.model))
-        formatter = answer or Answer(
-            *(served, logprobs), is_chat=is_chat, echoes=echoes, body=body, new_parser=calls
-        )
+        formatter = answer or Answer(served, logprobs, body, echoes, calls)
         completions, arriving = self.thread.submit(
             *(prompts, samplings, "messages" if is_chat else "prompt"),
             grammar=grammar,
@@ -421,7 +405,7 @@ class Gateway:
         watcher.add_done_callback(self._watchers.discard)
         pieces = self._pieces(completions, arriving, watcher)
         if body.stream:
-            events = formatter.stream(pieces, completions, has_usage=body.has_usage)
+            events = formatter.stream(pieces, completions)
             return StreamingResponse(events, media_type="text/event-stream")
         async for _ in pieces:
             pass

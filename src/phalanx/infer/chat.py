@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Final
 
 from tokenizers import Tokenizer
 
 from phalanx.data.chat_template import ChatTemplate
 from phalanx.errors import ConfigError
 from phalanx.hugging_face.companions import DEFAULT
-from phalanx.infer.protocol import Message
+from phalanx.infer.protocol import ChatBody
 from phalanx.infer.served import Served
 
 MARK: Final = "CONTINUE_FINAL_MESSAGE_TAG "
@@ -44,47 +43,39 @@ class Chat:
             self.source = source
             self._template = ChatTemplate(source, served.template_names)
 
-    def encode(
-        self,
-        messages: Sequence[Message],
-        most: int | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        *,
-        starts_answer: bool | None = None,
-        continues_last: bool = False,
-        values: Mapping[str, Any] | None = None,
-        has_begin: bool | None = None,
-    ) -> list[int]:
-        """Render messages with the template, and return the tokens of the prompt.
+    def encode(self, body: ChatBody, most: int | None = None) -> list[int]:
+        """Render the messages of a request with the template, and return the tokens of the prompt.
+
+        Unless the request says otherwise, the prompt ends with the start of an answer.
 
         Args:
-            messages: messages of the chat.
+            body: the request.
             most: most tokens, see `Served.encode`.
-            tools: JSON schemas of functions.
-            starts_answer: whether the prompt ends with the start of an answer; None: it does unless
-                it continues the last message.
-            continues_last: whether the prompt ends amid the last message, which the answer
-                continues.
-            values: further variables of the template.
-            has_begin: see `Served.encode`.
 
         Raises:
             ConfigError: the template raises an error for these messages, or `Served.encode` does.
         """
+        starts_answer, continues_last = body.add_generation_prompt, body.continue_final_message
         if starts_answer and continues_last:
             raise ConfigError(
                 "add_generation_prompt and continue_final_message are true; give only one of them"
             )
-        starts_answer = not continues_last if starts_answer is None else starts_answer
+        has_begin = body.add_special_tokens
         if self._template is None:
-            text = "\n".join(message.text for message in messages) + "\n" * (not continues_last)
+            text = "\n".join(message.text for message in body.messages)
+            text += "\n" * (not continues_last)
             return self._served.encode(text, most, has_begin=has_begin)
-        plain = [message.for_template() for message in messages]
+        plain = [message.for_template() for message in body.messages]
         last = str(plain[-1].get("content", ""))
         if continues_last:
             plain[-1]["content"] = last + MARK
+        tools = body.tools if body.tool_choice != "none" else ()
+        values = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
         text = self._template.render(
-            plain, tools=tools, add_generation_prompt=starts_answer, values=values
+            plain,
+            tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
+            add_generation_prompt=not continues_last if starts_answer is None else starts_answer,
+            values={k: v for k, v in values.items() if v is not None} | body.chat_template_kwargs,
         )
         if continues_last:
             # As in transformers: what the template appends to the last message is cut off. If it

@@ -85,15 +85,18 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _leave_out(cls, values: Any, info: ValidationInfo) -> Any:
-        """Drop fields without effect, and unknown ones; note the latter, or refuse if strict."""
+        """Drop fields without effect, and unknown ones; note the latter, or refuse if strict.
+
+        A null is as no field, unless the field is required.
+        """
         if not isinstance(values, dict):
             return values
         unknown: set[str] | None = info.context
-        known = {field.alias or name for name, field in cls.model_fields.items()}
+        known = {field.alias or name: field for name, field in cls.model_fields.items()}
 
         def is_kept(name: str, value: Any) -> bool:
             if name in known:
-                return True
+                return value is not None or known[name].is_required()
             if value is None:
                 return False
             if name not in cls.neutral:
@@ -112,8 +115,8 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """Options of a streaming response."""
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_IDS)]
@@ -123,14 +126,14 @@ class ResponseFormat(Body):
     """What a text has to match, in OpenAI's format; a schema always holds, `strict` or not."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: dict[str, Any] | None = None
+    json_schema: dict[str, Any] = {}
 
     @property
     def schema_of(self) -> Any:
         """The schema; None for any text."""
         if self.type != "json_schema":
             return {"type": "object"} if self.type == "json_object" else None
-        if not isinstance(schema := (self.json_schema or {}).get("schema"), dict):
+        if not isinstance(schema := self.json_schema.get("schema"), dict):
             why = "response_format of type json_schema requires json_schema.schema, an object"
             raise RequestError(why, "response_format")
         return schema
@@ -145,7 +148,7 @@ class StructuredOutputs(Body):
     regex: str | None = None
     choice: Annotated[list[str], Field(min_length=1)] | None = None
     grammar: str | None = None
-    json_object: bool | None = None
+    json_object: bool = False
 
 
 class Constraint(NamedTuple):
@@ -166,65 +169,47 @@ class GenerationBody(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    n: int | None = None
-    stop: (
-        Annotated[
-            Text | Annotated[list[str], Field(max_length=MAX_STOPS), Tag("texts")],
-            Discriminator(lambda value: "texts" if isinstance(value, list) else "text"),
-        ]
-        | None
-    ) = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    ignore_eos: bool | None = None
+    n: int = 1
+    stop: Annotated[
+        Text | Annotated[list[str], Field(max_length=MAX_STOPS), Tag("texts")],
+        Discriminator(lambda value: "texts" if isinstance(value, list) else "text"),
+    ] = []
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    ignore_eos: bool = False
     min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, Annotated[float, Field(allow_inf_nan=False)]] | None = None
+    logit_bias: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
     allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1)] = None
-    bad_words: list[Annotated[str, Field(min_length=1)]] | None = None
-    stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
+    bad_words: list[Annotated[str, Field(min_length=1)]] = []
+    stop_token_ids: TokenIds = []
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
     add_special_tokens: bool | None = None
-    echo: bool | None = None
+    echo: bool = False
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    structured_outputs: StructuredOutputs = StructuredOutputs()
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     request_id: Annotated[str | None, Field(max_length=128)] = None
 
     @property
     def field_names(self) -> dict[str, str]:
         """Names of the fields that are not named as their options in `Sampling`."""
-        return {"ignore_end": "ignore_eos"}
-
-    @property
-    def num_choices(self) -> int:
-        """Number of continuations of each prompt."""
-        return 1 if self.n is None else self.n
+        return {}
 
     @property
     def num_generated(self) -> int:
-        """Number of continuations of each prompt to generate, of which `num_choices` are kept."""
-        return self.num_choices
-
-    @property
-    def has_usage(self) -> bool:
-        """Whether a streaming response ends with an event of token counts."""
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    @property
-    def skips_special(self) -> bool:
-        """Whether texts omit special tokens."""
-        return self.skip_special_tokens is not False
+        """Number of continuations of each prompt to generate, of which `n` are kept."""
+        return self.n
 
     @property
     def scored_prompt(self) -> int | None:
@@ -238,15 +223,14 @@ class GenerationBody(Body):
         Raises:
             RequestError: several fields say so.
         """
-        outputs, form = self.structured_outputs or StructuredOutputs(), self.response_format
-        is_object, newer = outputs.json_object, "structured_outputs"
+        outputs, form, newer = self.structured_outputs, self.response_format, "structured_outputs"
         values: list[tuple[str, Kind, Any]] = [
             ("response_format", "json", form and form.schema_of),
             ("guided_json", "json", self.guided_json),
             ("guided_regex", "regex", self.guided_regex),
             ("guided_choice", "choice", self.guided_choice),
             ("guided_grammar", "grammar", self.guided_grammar),
-            (newer, "json", {"type": "object"} if is_object else outputs.json_),
+            (newer, "json", {"type": "object"} if outputs.json_object else outputs.json_),
             (newer, "regex", outputs.regex),
             (newer, "choice", outputs.choice),
             (newer, "grammar", outputs.grammar),
@@ -278,25 +262,24 @@ class GenerationBody(Body):
         Raises:
             RequestError: a value is out of its range.
         """
-        given = {name: getattr(self, name, None) for name in PLAIN}
-        chosen = {**defaults, **{name: v for name, v in given.items() if v is not None}}
+        chosen = {**defaults, **self.model_dump(include=PLAIN, exclude_none=True)}
         if chosen.get("top_k") == -1:
             chosen["top_k"] = 0
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
         seed = secrets.randbits(62) if self.seed is None else self.seed
         allowed = self.allowed_token_ids
         sampling = Sampling(
             **{"max_tokens": max_tokens, **chosen},
             stop=[stop for stop in stops if stop],
             logprobs=logprobs,
-            ignore_end=bool(self.ignore_eos),
+            ignore_end=self.ignore_eos,
             prompt_logprobs=self.scored_prompt,
             logit_bias=self._bias(),
             allowed_token_ids=None if allowed is None else tuple(allowed),
-            bad_words=tuple(_spellings(self.bad_words or [], served)),
-            stop_token_ids=frozenset(self.stop_token_ids or ()),
-            skip_special_tokens=self.skips_special,
-            include_stop=bool(self.include_stop_str_in_output),
+            bad_words=tuple(_spellings(self.bad_words, served)),
+            stop_token_ids=frozenset(self.stop_token_ids),
+            skip_special_tokens=self.skip_special_tokens,
+            include_stop=self.include_stop_str_in_output,
         )
         for name in ("allowed_token_ids", "stop_token_ids", "logit_bias"):
             if (most := max(getattr(sampling, name) or [0])) >= served.num_ids:
@@ -324,7 +307,7 @@ class GenerationBody(Body):
 
     def _bias(self) -> dict[int, float]:
         """Return `logit_bias` by id, within vLLM's bounds."""
-        bias = self.logit_bias or {}
+        bias = self.logit_bias
         if wrong := [key for key in bias if not re.fullmatch("[0-9]{1,9}", key)]:
             raise RequestError(
                 f"logit_bias has the key {wrong[0][:MOST_SHOWN]!r}; expected ids of tokens",
@@ -333,10 +316,10 @@ class GenerationBody(Body):
         return {int(key): min(max(value, -MAX_BIAS), MAX_BIAS) for key, value in bias.items()}
 
 
-PLAIN: Final = (
+PLAIN: Final = {
     *("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
-)
+}
 """Fields that are options of `SamplingSettings` as they are."""
 
 
@@ -371,7 +354,7 @@ class CompletionBody(GenerationBody):
     @property
     @override
     def num_generated(self) -> int:
-        return self.num_choices if self.best_of is None else self.best_of
+        return self.n if self.best_of is None else self.best_of
 
     @property
     @override
@@ -470,37 +453,27 @@ class ChatBody(GenerationBody):
     neutral = neutral_of("chats")
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("text")]
-            | Annotated[Tool, Tag("object")],
-            Discriminator(lambda value: "text" if isinstance(value, str) else "object"),
-        ]
-        | None
-    ) = None
-    parallel_tool_calls: bool | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    tool_choice: Annotated[
+        Annotated[Literal["none", "auto", "required"], Tag("text")]
+        | Annotated[Tool, Tag("object")],
+        Discriminator(lambda value: "text" if isinstance(value, str) else "object"),
+    ] = "auto"
+    parallel_tool_calls: bool = True
     max_completion_tokens: int | None = None
-    logprobs: bool | None = None
+    logprobs: bool = False
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
-
-    @property
-    def template_values(self) -> dict[str, Any]:
-        """Variables of the chat template; by default the last message is complete."""
-        extra = {"documents": self.documents, "reasoning_effort": self.reasoning_effort}
-        names = {name: value for name, value in extra.items() if value is not None}
-        return {**names, **(self.chat_template_kwargs or {})}
 
     @property
     @override
     def field_names(self) -> dict[str, str]:
         limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return {**super().field_names, "logprobs": "top_logprobs", "max_tokens": limit}
+        return {"logprobs": "top_logprobs", "max_tokens": limit}
 
     @property
     def functions(self) -> tuple[list[Function], list[Function]]:
@@ -509,10 +482,10 @@ class ChatBody(GenerationBody):
         Raises:
             RequestError: `tool_choice` requires a function that is not among the tools.
         """
-        functions, choice = [tool.function for tool in self.tools or ()], self.tool_choice
+        functions, choice = [tool.function for tool in self.tools], self.tool_choice
         name = choice.function.name if isinstance(choice, Tool) else None
         forced = [each for each in functions if choice == "required" or each.name == name]
-        if choice not in (None, "none", "auto") and not forced:
+        if choice not in ("none", "auto") and not forced:
             wanted = "required" if name is None else f"the function {name!r}"
             names = ", ".join(each.name for each in functions)[:300] or "none"
             raise RequestError(f"tool_choice is {wanted}; the tools are {names}", "tool_choice")
@@ -524,7 +497,7 @@ class TokenizeBody(ChatBody):
 
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES)] = []
     prompt: str | None = None
-    return_token_strs: bool | None = None
+    return_token_strs: bool = False
 
 
 class DetokenizeBody(Body):

@@ -71,7 +71,7 @@ class ResponseBody(Body):
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    stream: bool | None = None
+    stream: bool = False
     text: TextOptions = TextOptions()
 
     @property
@@ -129,14 +129,9 @@ class ResponseAnswer:
         return {**about, "status": status, "content": content}
 
     async def stream(
-        self,
-        pieces: AsyncGenerator[Piece],
-        completions: Sequence[Completion],
-        *,
-        has_usage: bool,
+        self, pieces: AsyncGenerator[Piece], completions: Sequence[Completion]
     ) -> AsyncGenerator[str]:
         """Yield the server-sent events of a streaming response."""
-        del has_usage  # the last event always has the usage
         number = 0
 
         def event(kind: str, **fields: Any) -> str:

@@ -21,7 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.models.attention import Attention, Documents, Rotation, documents_of, rotation
+from phalanx.models.attention import (
+    Attention,
+    Documents,
+    LatentAttention,
+    Rotation,
+    documents_of,
+    rotation,
+)
 from phalanx.models.experts import MoE
 from phalanx.models.initial import fill_initial
 from phalanx.models.layers import MLP, Dropout, Linear, Norm
@@ -45,7 +52,7 @@ class Block(nn.Module):
         window = shape.window_of(index)
         self.has_window = window is not None
         self.attention_norm = _norm_at("input", shape)
-        self.attention = Attention(shape, window)
+        self.attention = (Attention if shape.latent is None else LatentAttention)(shape, window)
         self.attention_output_norm = _norm_at("output", shape)
         self.mlp_norm = _norm_at("input", shape)
         experts = shape.experts_of(index)

@@ -60,11 +60,11 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.is_rank_stabilized else self.rank)
 
     @staticmethod
-    def parse(text: str, mlp: str) -> Lora:
+    def parse(text: str, mlp: str, has_experts: bool = False) -> Lora:
         """Return the adapters that a setting such as `r=16,alpha=32,targets=q_proj+v_proj` names.
 
         Without `alpha`, it is twice the rank; without `targets`, all linear maps of the blocks of a
-        model of this `mlp` kind have adapters.
+        model of this `mlp` kind have adapters. Experts have none, as in PEFT.
 
         Raises:
             ConfigError: an entry is unknown or has an invalid value.
@@ -82,15 +82,15 @@ class Lora:
                 f"lora is {text!r}; expected r=RANK and, separated by commas, alpha=NUMBER, "
                 "targets=NAME+NAME or rslora, such as r=16,alpha=32"
             )
-        every = {ours: None for names in TARGETS.values() for ours in names}
-        if mlp == "gelu":
-            del every["mlp.gate"]
+        every = linear_maps(mlp, has_experts)
         chosen: set[str] = set()
         for name in targets.split("+"):
             ours = (*every,) if name == "all-linear" else TARGETS.get(name, ())
-            if not ours or not every.keys() >= set(ours):
-                legal = [n for n, of in TARGETS.items() if every.keys() >= set(of)]
-                hint = nearest(name, legal)
+            if not ours or not set(every) >= set(ours):
+                legal = [n for n, of in TARGETS.items() if set(every) >= set(of)]
+                hint = (
+                    "; experts have no adapters" if has_experts and ours else nearest(name, legal)
+                )
                 if name in _FUSED:  # PEFT trains one A for all parts, Phalanx one for each
                     hint = f"; each of its parts gets an adapter: {_FUSED[name]}"
                 raise ConfigError(
@@ -104,6 +104,14 @@ class Lora:
             targets=tuple(name for name in every if name in chosen),
             is_rank_stabilized=rslora is not None,
         )
+
+
+def linear_maps(mlp: str, has_experts: bool) -> list[str]:
+    """Return the names of the linear maps that every block has: those that may have an adapter."""
+    every = dict.fromkeys(ours for names in TARGETS.values() for ours in names)
+    if mlp == "gelu":
+        del every["mlp.gate"]
+    return [name for name in every if not (has_experts and name.startswith("mlp."))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,9 +220,9 @@ class ExpertShape:
                     f"as num_experts=8, separated by commas; they are {', '.join(hints)}"
                 )
             try:
-                values[name] = read_text(hints[name], value)
+                values[name] = read_text(name, hints[name], value)
             except ConfigError as error:
-                raise ConfigError(f"experts: {name} is {error}") from None
+                raise ConfigError(f"experts: {error}") from None
         if missing := {"num_experts", "top_k", "ffn"} - values.keys():
             raise ConfigError(
                 f"experts is {text!r}, without {' and '.join(sorted(missing))}; expected at least "
@@ -313,11 +321,31 @@ class ModelShape:
                 f"model shape: num_heads {self.num_heads} is not a multiple of num_kv_heads "
                 f"{self.num_kv_heads}"
             )
-        if self.position == "rope" and self.head_dim % 2:
+        if self.position == "rope" and self.latent is None and self.head_dim % 2:
             raise ConfigError(
                 f"model shape: head_dim is {self.head_dim}; rotary embedding needs an even number, "
                 f"{self.head_dim + 1} is the nearest"
             )
+        if (of := self.latent) is not None:
+            needed = {
+                "head_dim": of.plain_dim + of.rope_dim,
+                "num_kv_heads": self.num_heads,
+                "position": "rope",
+                "bias": False,
+                "qk_norm": False,
+                "lora": None,
+            }
+            for name, value in needed.items():
+                if (actual := getattr(self, name)) != value:
+                    raise ConfigError(
+                        f"model shape: {name} is {actual}; with this `latent` it must be {value}"
+                    )
+            sizes = (of.query_rank or 1, of.kv_rank, of.plain_dim, of.rope_dim, of.value_dim)
+            if min(sizes) < 1 or of.rope_dim % 2 or of.value_dim > self.head_dim:
+                raise ConfigError(
+                    f"model shape: latent is {of}; expected sizes of at least 1, an even rope_dim "
+                    f"and a value_dim of at most plain_dim + rope_dim, {self.head_dim}"
+                )
         if self.experts is not None:
             self._check_experts(self.experts)
         if not 0.0 <= self.dropout < 1.0:

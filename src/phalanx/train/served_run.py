@@ -77,7 +77,7 @@ def check(job: Job) -> None:
     if config.server.coordinator is not None:
         _meeting(job)
     size = consistency.num_local_steps
-    for name, steps in (("steps", job.num_steps), ("save_every", config.save_every)):
+    for name, steps in (("steps", job.num_steps), ("save: every", config.save_policy.every)):
         if steps % size:
             raise ConfigError(
                 f"{name} is {steps}, but the workers of {job.strategy} synchronize only after "

@@ -189,7 +189,7 @@ class Step:
             rate = learning_rate(self.config, self.steps_done, self.num_steps)
         with self.phase("optimizer"):
             for group in groups if self.num_steps is not None else ():
-                group["lr"] = rate
+                group["lr"] = rate * group.get("lr_ratio", 1.0)
             self.update(values.norm if is_finite else None)
             self.scaler.update()
         self.steps_done += 1

@@ -159,6 +159,46 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
+class LatentAttention(nn.Module):
+    """Multi-head latent attention with a given mask, a head after another."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        assert shape.latent is not None
+        self.of, self.num_heads = shape.latent, shape.num_heads
+        self.width = self.of.plain_dim + self.of.rope_dim
+        if self.of.query_rank is not None:
+            self.q_down = nn.Linear(shape.hidden, self.of.query_rank, False)
+            self.q_latent_norm = Norm(self.of.query_rank, shape)
+        self.q = nn.Linear(self.of.query_rank or shape.hidden, self.num_heads * self.width, False)
+        self.kv_down = nn.Linear(shape.hidden, self.of.kv_rank + self.of.rope_dim, False)
+        self.kv_latent_norm = Norm(self.of.kv_rank, shape)
+        rows = self.num_heads * (self.of.plain_dim + self.of.value_dim)
+        self.kv = nn.Linear(self.of.kv_rank, rows, False)
+        self.output = nn.Linear(self.num_heads * self.of.value_dim, shape.hidden, False)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None, sees: Tensor) -> Tensor:
+        """Map x[B, T, D] to y[B, T, D]; `sees[B, 1, T, T]` is True where a query sees a key."""
+        assert angles is not None
+        cos, sin = (angle[:, :, 0] for angle in angles)
+        plain = self.of.plain_dim
+        reads = x if self.of.query_rank is None else self.q_latent_norm(self.q_down(x))
+        down = self.kv_down(x)
+        latent = self.kv_latent_norm(down[..., : self.of.kv_rank])
+        turned_key = _rotate(down[..., self.of.kv_rank :], cos, sin)
+        mixed: list[Tensor] = []
+        for q, kv in zip(
+            self.q(reads).chunk(self.num_heads, -1),
+            self.kv(latent).chunk(self.num_heads, -1),
+            strict=True,
+        ):
+            turned = _rotate(q[..., plain:], cos, sin)
+            scores = q[..., :plain] @ kv[..., :plain].mT + turned @ turned_key.mT
+            scores = (scores / math.sqrt(self.width)).masked_fill(~sees[:, 0], -math.inf)
+            mixed.append(scores.softmax(-1) @ kv[..., plain:])
+        return self.output(torch.cat(mixed, -1))
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.to(cos.dtype).chunk(2, -1)
     return torch.cat((left * cos - right * sin, left * sin + right * cos), -1).to(x.dtype)
@@ -303,7 +343,7 @@ class Block(nn.Module):
         self.dropout = Dropout(shape.dropout)
         before, after = shape.norm_at != "output", shape.norm_at != "input"
         self.attention_norm = Norm(shape.hidden, shape) if before else None
-        self.attention = Attention(shape)
+        self.attention = (Attention if shape.latent is None else LatentAttention)(shape)
         self.attention_output_norm = Norm(shape.hidden, shape) if after else None
         self.mlp_norm = Norm(shape.hidden, shape) if before else None
         is_dense = shape.experts is None or index < shape.experts.first_dense
@@ -435,8 +475,9 @@ class PlainDecoder(nn.Module):
         if self._has_window(layer) and shape.window_theta is not None:
             theta, scaling = shape.window_theta, None
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        pairs = torch.arange(shape.head_dim // 2, dtype=torch.float64, device=positions.device)
-        frequency = 1 / theta ** (2 * pairs / shape.head_dim)
+        width = shape.head_dim if shape.latent is None else shape.latent.rope_dim
+        pairs = torch.arange(width // 2, dtype=torch.float64, device=positions.device)
+        frequency = 1 / theta ** (2 * pairs / width)
         if scaling is not None:
             factor, low, high, length = scaling
             wave = 2 * math.pi / frequency

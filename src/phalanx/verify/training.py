@@ -166,9 +166,7 @@ def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConf
         "resume": None,
         "init": None,
         "eval_every": STEPS,
-        "save_every": STEPS,
-        "save_every_minutes": 0.0,
-        "keep_checkpoints": None,
+        "save": str(dataclasses.replace(given.save_policy, every=STEPS, minutes=0, keep=None)),
         "shape": _sizes(given, strategy),
         "corpus": dataclasses.replace(
             given.corpus,

@@ -19,7 +19,7 @@ from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.ledger import Entry
 from phalanx.errors import StrategyError
-from phalanx.models.attention import Attention, Documents, documents_of
+from phalanx.models.attention import Attention, Documents, LatentAttention, documents_of
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers import Dropout
 from phalanx.models.loss import IGNORE
@@ -110,7 +110,7 @@ def apply(model: nn.Module, comm: Comm, attention: Ring | Ulysses) -> None:
     assert isinstance(model, Decoder)
     positions = functools.partial(attention.order.positions, comm.coord("cp"))
     for module in model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, Attention | LatentAttention):
             module.attend = attention
         elif isinstance(module, Dropout):
             module.row_positions = positions

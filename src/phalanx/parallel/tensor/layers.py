@@ -7,8 +7,8 @@ Modules and parameter names stay the same; the parameters become DTensors. The r
     branch     attention or MLP: reads the residual once for all of its column products
     column     linear map inside a branch          residual -> inner
     row        linear map at the end of a branch   inner -> residual
-    lora_a     the first map of an adapter beside a column map    residual -> full on every rank
-    lora_b     the second map of that adapter      full on every rank -> inner
+    lora_a     first of two low-rank maps, such as an adapter's   residual -> full on every rank
+    lora_b     the second of them                  full on every rank -> inner
     norm       norm over the features of the residual
     inner_norm norm over a column map's output     inner -> inner
     local      acts on each head or element separately, with full parameters
@@ -18,6 +18,7 @@ Modules and parameter names stay the same; the parameters become DTensors. The r
     gather     acts on full residual (pooler)      residual -> full
     full       acts on full tensors                full -> full
     scatter    makes the residual without ids      full[B, T, ...] -> residual
+    experts    a branch with experts               residual -> residual, see bind_experts
 
 token, gather, full and scatter replicate their parameters. Under the last three every rank
 computes the same value, so only the first rank contributes a gradient and the others contribute
@@ -39,6 +40,7 @@ from torch import Tensor, nn
 from phalanx.comm.comm import local_shard
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Head
+from phalanx.models.experts import MoE
 from phalanx.models.layers import Dropout, Linear
 from phalanx.models.loss import IGNORE
 from phalanx.models.random import dropout
@@ -259,6 +261,32 @@ def bind_scatter(module: nn.Module, layout: Layout) -> None:
             full = own(*args, **kwargs)
         note(BatchShape(*full.shape[:2]))
         return operators.shard(layout, full, layout.residual)
+
+    replace_forward(module, forward)
+
+
+def bind_experts(module: nn.Module, layout: Layout) -> None:
+    """Gather the residual, run the branch on a part of each expert, and sum the ranks' outputs.
+
+    gate and up of each expert, and of the shared one, are split by columns and down by rows, so
+    that a rank has a part of F and its output is a term of the sum over tp:
+
+        x[T_tp] -> gather -> x -> router, the same on each rank -> experts[F_tp] -> y{sum tp}
+                                                                  y -> scatter -> y[T_tp]
+
+    The gradients of the router's weights of selections are such terms, too, and so is all that
+    follows from them; of the auxiliary losses, which are the same on each rank, the first rank
+    gives the gradient.
+    """
+    own = module.forward
+    moe = cast(MoE, module)
+    moe.router.gives_losses = layout.is_first
+
+    def forward(self: nn.Module, x: Tensor, *args: Any) -> Tensor:
+        full = operators.gather_terms(layout, x, batch_shape().length)
+        with _local_parameters(self):
+            y = own(full, *args)
+        return operators.sum_terms(layout, y)
 
     replace_forward(module, forward)
 

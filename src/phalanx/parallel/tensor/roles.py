@@ -20,6 +20,7 @@ from torch import nn
 
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
+from phalanx.models.experts import MoE
 from phalanx.parallel.tensor import transformers_models, transformers_tables
 
 Role = Literal[
@@ -39,6 +40,7 @@ Role = Literal[
     "gather",
     "full",
     "scatter",
+    "experts",
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -47,7 +49,9 @@ Patterns = Mapping[str, str]
 PAGE = "docs/strategies.md"
 """Page that lists the supported models and documents patterns."""
 
-RECURSIVE_ROLES: frozenset[Role] = frozenset({"local", "token", "gather", "full", "scatter"})
+RECURSIVE_ROLES: frozenset[Role] = frozenset(
+    {"local", "token", "gather", "full", "scatter", "experts"}
+)
 """Roles that also apply to all submodules."""
 
 COLUMNS: frozenset[Role] = frozenset({"column", "lora_a"})
@@ -79,6 +83,12 @@ _PROJECTION_NORM_PATTERNS: Patterns = transformers_tables.by_role(
     inner_norm="blocks.*.attention.q_norm blocks.*.attention.k_norm"
 )
 """Roles of the query and key norms if they normalize over all heads together, not each head."""
+_LATENT_PATTERNS: Patterns = transformers_tables.by_role(
+    lora_a="blocks.*.attention.q_down blocks.*.attention.kv_down",
+    local="blocks.*.attention.q_latent_norm blocks.*.attention.kv_latent_norm",
+    lora_b="blocks.*.attention.q blocks.*.attention.kv",
+)
+"""Roles of latent attention: every rank has the latent vectors, and its heads of q and kv."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +126,12 @@ def default_patterns(model: nn.Module) -> Patterns:
     if isinstance(model, Decoder):
         is_joint = model.shape.qk_norm == "projection"
         joint = _PROJECTION_NORM_PATTERNS if is_joint else {}
-        patterns = {**DECODER, **joint, **_ADAPTER_PATTERNS}
+        experts = {n: "experts" for n, each in model.named_modules() if isinstance(each, MoE)}
+        patterns = {**experts, **DECODER, **joint, **_ADAPTER_PATTERNS}
+        if (latent := model.shape.latent) is not None:
+            patterns |= _LATENT_PATTERNS
+            if latent.query_rank is None:
+                patterns["blocks.*.attention.q"] = "column"
     else:
         patterns = transformers_tables.patterns_of(model)
     names = [name for name, _ in model.named_modules()]

@@ -214,7 +214,9 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None, published: Path | N
         assert origin is not None, "one of the two has weights"
         source, held = f"init is {config.init}", shape_in(origin.about, origin.folder)
     wanted = with_sizes(named or held, config.shape)
-    lora = None if config.lora is None else Lora.parse(config.lora, held.mlp)
+    lora = None
+    if config.lora is not None:
+        lora = Lora.parse(config.lora, held.mlp, held.experts is not None)
     if config.resume is not None:
         if lora != held.lora:
             raise ConfigError(
