@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
+from phalanx.comm.axes import axes_of
 from phalanx.comm.comm import Ranks
 from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.ledger import Entry
@@ -40,7 +41,7 @@ from phalanx.parallel.recompute import RecomputeSplit
 from phalanx.parallel.reduce import GradientReducer, is_fused
 from phalanx.parallel.sharded import ShardedSplit
 from phalanx.parallel.skeleton import Skeleton, skeleton_of, skeleton_of_shape
-from phalanx.parallel.split import ParameterSplit, Split, StateBytes, Target
+from phalanx.parallel.split import ParameterSplit, Split, StateBytes, Target, entries_of
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.strategy import Strategy, refuse_servers, require_built
@@ -181,6 +182,25 @@ class Plan(Generic[Model]):
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return the first rank's communication in a step of microbatches of (rows, positions)."""
+        entries = self._split_traffic(microbatches)
+        shape = self._whole.skeleton.shape
+        experts = None if shape is None else shape.experts
+        if shape is None or experts is None:
+            return entries
+        # train/balance.py: loads are counted by forwards of their own, and summed over ranks.
+        if experts.needs_first_pass(len(microbatches), self.strategy.pp.degree):
+            for microbatch in microbatches:
+                entries += [e for e in self._split_traffic([microbatch]) if e.phase == "forward"]
+        if experts.has_losses or experts.bias_rate:
+            degrees = self.strategy.mesh_axes()
+            num_bytes = 8 * shape.num_layers * (2 * experts.num_experts + 2)
+            rows = [
+                ("balance", axis, "all_reduce", 1, num_bytes) for axis in axes_of("loss", degrees)
+            ]
+            entries += entries_of(rows, degrees.__getitem__)
+        return entries
+
+    def _split_traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         entries: list[Entry] = []
         for split in self._splits:
             entries += split.traffic(microbatches)
