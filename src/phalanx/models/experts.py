@@ -82,6 +82,8 @@ class Router(nn.Module):
         bias: [E], added to scores only for the selection; None without one. No gradient changes it.
         layer: number of the block in the full decoder.
         load: counts of the training step that runs; None outside of one.
+        gives_losses: whether the gradient of the auxiliary losses starts on this rank; of ranks
+            that route the same tokens, as of tp, one gives it.
     """
 
     bias: Tensor | None
@@ -91,6 +93,7 @@ class Router(nn.Module):
         self.experts = experts
         self.layer = layer
         self.load: Load | None = None
+        self.gives_losses = True
         self.weight = nn.Parameter(torch.empty(experts.num_experts, hidden))
         self.register_buffer("bias", torch.empty(len(self.weight)) if experts.has_bias else None)
 
@@ -115,7 +118,7 @@ class Router(nn.Module):
             sums = (torch.cat([shares_NE, squares_N1], 1) * counted_N[:, None]).sum(0)
             if self.load.is_counting:
                 self.load.count(experts_Nk, counted_N, sums.detach())
-            if self.load.has_losses:
+            if self.load.has_losses and self.gives_losses:
                 weights_Nk = cast(Tensor, _WithLosses.apply(weights_Nk, sums, self.load))
         return experts_Nk, weights_Nk
 
@@ -298,7 +301,7 @@ class _Combine(Function):
 
 def _returned(rows_MD: Tensor, order_M: Tensor, selections: torch.Size) -> Tensor:
     """Return rows_NkD: each row at its (token, slot), and zeros where a selection was dropped."""
-    num = selections.numel()
+    num, width = selections.numel(), rows_MD.shape[1]
     is_full = len(order_M) == num
     rows = rows_MD.new_empty if is_full else rows_MD.new_zeros
-    return rows(num, rows_MD.shape[1]).index_copy_(0, order_M, rows_MD).view(*selections, -1)
+    return rows(num, width).index_copy_(0, order_M, rows_MD).view(*selections, width)
