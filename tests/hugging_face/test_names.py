@@ -135,7 +135,56 @@ def test_published_configs_give_the_presets() -> None:
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }
+    mixtral_8x7b = {
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "output_router_logits": True,  # False as published: then the loss is not computed
+        "router_aux_loss_coef": 0.02,
+        "tie_word_embeddings": False,
+    }
+    qwen3_30b_a3b = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "max_window_layers": 48,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "output_router_logits": True,  # as above
+        "router_aux_loss_coef": 0.001,
+        "tie_word_embeddings": False,
+    }
     assert shape_from_hf(llama3_8b) == shape_of("llama3-8b")
+    assert shape_from_hf(mixtral_8x7b) == shape_of("mixtral-8x7b")
+    assert shape_from_hf(qwen3_30b_a3b) == shape_of("qwen3-30b-a3b")
     assert shape_from_hf(GPT2Config().to_dict()) == shape_of("gpt2-124m")
 
 
@@ -162,6 +211,7 @@ def test_an_old_gemma_without_layer_types_has_the_windows_of_a_new_one() -> None
     [
         *("llama3-1b", "llama3-8b", "qwen3-0.6b", "qwen3-8b", "gpt2-124m", "mistral-7b"),
         *("qwen2.5-0.5b", "qwen2.5-7b", "olmo2-1b", "gemma3-270m"),
+        *("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b"),
     ],
 )
 def test_transformers_makes_the_same_tensors_of_a_config(name: str) -> None:
@@ -170,7 +220,8 @@ def test_transformers_makes_the_same_tensors_of_a_config(name: str) -> None:
         config = AutoConfig.for_model(**config_to_hf(shape, "float32"))
         model = AutoModelForCausalLM.from_config(config)
     assert {name: parameter.shape for name, parameter in model.named_parameters()} == {
-        link.theirs: link.join_sizes(sizes_of(shape)) for link in table(shape, family_of(shape))
+        link.theirs: link.join_sizes(sizes_of(shape))
+        for link in table(shape, family_of(shape), is_stacked=True)
     }
 
 
