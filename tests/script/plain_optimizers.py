@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.data import DataLoader
 
-from phalanx.train.optimizer import Muon
-
 
 def marked_parameters(on: Plain) -> None:
     """Groups by a mark on parameters, after the model is prepared."""
@@ -63,31 +61,6 @@ def lbfgs(on: Plain) -> None:
 def factored(on: Plain) -> None:
     model = mlp(6, 10, 5)
     perceptron_loop(on, model, torch.optim.Adafactor(model.parameters(), 0.02))
-
-
-def factored_at_owners(on: Plain) -> None:
-    model = mlp(6, 10, 5)
-    optimizer = torch.optim.Adafactor(model.parameters(), 0.02)
-    optimizer.whole_matrix = True  # pyright: ignore[reportAttributeAccessIssue]
-    perceptron_loop(on, model, optimizer)
-
-
-def muon_by_roles(on: Plain) -> None:
-    """Muon of the inner matrix, and AdamW of all else, with a schedule made before the split."""
-    model = mlp(6, 10, 12, 5)
-    groups = [
-        {"params": [model[2].weight]},
-        {"params": [p for p in model.parameters() if p is not model[2].weight], "use_muon": False},
-    ]
-    optimizer = Muon(groups, 0.05)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    model, optimizer, schedule, loader = on.prepare(
-        model, optimizer, schedule, DataLoader(rows_of(6), 9)
-    )
-    for x, y in loader:
-        on.print(on.backward(sum_of_losses(model(x), y), len(y)))
-        step(optimizer)
-        schedule.step()
 
 
 class SAM(torch.optim.Optimizer):
@@ -229,8 +202,6 @@ SCRIPTS: dict[str, Script] = {
     "hooked gradients": hooked_gradients,
     "L-BFGS": lbfgs,
     "Adafactor": factored,
-    "Adafactor at owners": factored_at_owners,
-    "Muon by roles": muon_by_roles,
     "sharpness-aware": sharpness_aware,
     "clipped by groups": clipped_by_groups,
     "noisy gradients": noisy_gradients,

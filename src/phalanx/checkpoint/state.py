@@ -29,6 +29,7 @@ from phalanx.checkpoint.frozen import check_frozen
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.optimizer_state import (
+    AT_OWNERS,
     DRY_SHAPE,
     AnyOptimizer,
     check_state_keys,
@@ -121,8 +122,11 @@ def state_of(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, torch.Tenso
 
     Raises:
         CheckpointError: optimizer state is not a tensor, or is neither 0-d nor of the parameter's
-            shape; or the optimizer updates a parameter that is not in the model.
+            shape, or is at owners; or the optimizer updates a parameter that is not in the model.
     """
+    for part in parts_of(optimizer):
+        if getattr(part, "state_at_owners", False):
+            raise CheckpointError(f"the {type(part).__name__} {AT_OWNERS}")
     weights = weights_of(model)
     state = {f"model.{name}": tensor for name, tensor in weights.items()}
     for name, parameter in _trained(weights, optimizer).items():

@@ -186,8 +186,8 @@ def optimizer_of(
     check_kind(optimizer, ours, "phalanx.Trainer", comm)
     if getattr(optimizer, "state_at_owners", False):
         raise CheckpointError(
-            f"phalanx.Trainer: {type(optimizer).__name__} {AT_OWNERS}; take phalanx.init and a loop "
-            "of your own"
+            f"phalanx.Trainer: {type(optimizer).__name__} {AT_OWNERS}; take phalanx.init and a "
+            "loop of your own"
         )
     # An optimizer that cannot step a dummy parameter is checked after its first real step.
     state = dry_state(optimizer, optimizer.param_groups[0]) or {}
