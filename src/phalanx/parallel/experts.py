@@ -32,16 +32,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from phalanx.comm.axes import EXPERT
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.comm.pending import Pending
 from phalanx.comm.row_counts import RowCounts
 from phalanx.errors import StrategyError
-from phalanx.models.experts import Experts
 from phalanx.models.shape import ExpertShape
 from phalanx.parallel.composite import mapped
 from phalanx.parallel.local import local_parameters
-from phalanx.parallel.skeleton import Skeleton
+from phalanx.parallel.skeleton import Skeleton, experts_of
 from phalanx.parallel.split import Split, Target, phases_of
 from phalanx.strategy import Axis, Strategy
 
@@ -81,19 +81,14 @@ class ExpertSplit(Split):
         self._num_ranks = target.strategy.ep.degree
 
     def next_target(self) -> Target:
-        """Return the target in which a rank has E/N experts."""
-        skeleton, shapes = self.target.skeleton, dict(self.target.shapes)
-        names = {
-            f"{path}.{name}"
-            for path, module in skeleton.model.named_modules()
-            if isinstance(module, Experts)
-            for name, _ in module.named_parameters()
-        }
-        for weight in skeleton.weights:
-            if names.intersection(weight.names):
+        """Return the target in which a rank has E/N experts, with axes of their own."""
+        shapes, axes = dict(self.target.shapes), dict(self.target.axes)
+        for weight in self.target.skeleton.weights:
+            if weight.is_expert:
                 num_experts, *others = self.target.shape(weight)
                 shapes[weight] = num_experts // self._num_ranks, *others
-        return dataclasses.replace(self.target, shapes=shapes)
+                axes[weight] = EXPERT
+        return dataclasses.replace(self.target, shapes=shapes, axes=axes)
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return the expected communication of a rank: each expert gets as many rows.
@@ -133,11 +128,7 @@ class ExpertSplit(Split):
     def _num_layers(self) -> int:
         """Number of blocks with experts on this rank."""
         skeleton = self.target.skeleton
-        return sum(
-            len(skeleton.named(path))
-            for path, module in skeleton.model.named_modules()
-            if isinstance(module, Experts)
-        )
+        return sum(len(skeleton.named(name)) for name in experts_of(skeleton.model))
 
     def _entries(self, exchanges: Sequence[Exchange]) -> list[Entry]:
         """Return the entries of exchanges, one a microbatch and block."""
@@ -187,11 +178,10 @@ def _checked(skeleton: Skeleton, strategy: Strategy) -> ExpertShape:
 
 def apply(model: nn.Module, comm: Comm) -> None:
     """Split the experts of a model over ep in place."""
-    for module in model.modules():
-        if isinstance(module, Experts):
-            for name, parameter in [*module.named_parameters(recurse=False)]:
-                setattr(module, name, _own_experts(parameter, comm))
-            _bind(module, comm)
+    for module in experts_of(model).values():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, _own_experts(parameter, comm))
+        _bind(module, comm)
 
 
 def _own_experts(parameter: nn.Parameter, comm: Comm) -> nn.Parameter:
@@ -207,7 +197,7 @@ def _own_experts(parameter: nn.Parameter, comm: Comm) -> nn.Parameter:
         placements = [Replicate()] * mesh.ndim
     if not local.is_meta:  # every rank has all experts: the first one's values count
         comm.broadcast(local, "ep")
-    placements[(mesh.mesh_dim_names or ()).index("ep")] = Shard(0)
+    placements[(mesh.mesh_dim_names or ()).index(EXPERT.split)] = Shard(0)
     own = local.chunk(comm.size("ep"))[comm.coord("ep")].clone()
     shard = DTensor.from_local(
         own, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
@@ -222,7 +212,7 @@ class _Started(NamedTuple):
     counts: RowCounts
 
 
-def _bind(module: Experts, comm: Comm) -> None:
+def _bind(module: nn.Module, comm: Comm) -> None:
     """Exchange rows before and after the own experts of this rank in the forward of `module`."""
     own: Callable[..., Tensor] = module.forward
 

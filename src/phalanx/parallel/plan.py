@@ -58,9 +58,9 @@ SPLITS: tuple[type[Split], ...] = (
 """The axes, in the order in which they split a model: each splits the result of the previous one.
 
 pp comes first, so the later axes see a stage as a complete model. cp splits the positions of each
-row, and tp splits the products over those positions. ep keeps some of the experts that tp has split
-each. Recomputation wraps blocks that tp has already
-split, and fsdp gathers a block before its recomputation runs.
+row, and tp splits the products over those positions. ep deals the experts, each of which tp has
+split, to ranks with different samples. Recomputation wraps blocks that these have split, and fsdp
+gathers a block before its recomputation runs.
 """
 
 
