@@ -310,6 +310,9 @@ class Muon(AdamW):
         # A fused AdamW skips a step that a GradScaler finds infinite by itself, and Muon does not.
         self._step_supports_amp_scaling = False
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # Adam's expects a step of every state
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with Muon's settings unless its `use_muon` is false."""
         is_muon = param_group.get("use_muon", True)
