@@ -23,10 +23,8 @@ class SavePolicy(Parts):
 
     Attributes:
         every: steps between two checkpoints that stay; 0: only the one at the end.
-        minutes: most minutes between two checkpoints; those made for this are replaced by the next
-            one. 0: no such checkpoints.
-        keep: of the checkpoints after `every` steps and at the end, how many stay, the latest;
-            None: all.
+        minutes: most minutes between two; one made for this stays until the next. 0: none.
+        keep: of those by `every` and at the end, how many stay, the latest; None: all.
         best: measure of the evaluations whose best checkpoint stays too: min:loss, or min: or max:
             and the name of a metric; None: no measure.
     """
@@ -66,7 +64,7 @@ def renewed(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by key in which `save` has the values of those that are `RETIRED`."""
     new = {key: value for key, value in values.items() if key not in RETIRED}
     parts = [f"{RETIRED[key]}={value}" for key, value in values.items() if key in RETIRED]
-    if not parts:
-        return new
-    text = ",".join([new["save"], *parts] if "save" in new else parts)
-    return new | {"save": str(SavePolicy.parse(text))}
+    if parts:
+        parts += [f"{new['save']}"] if "save" in new else []  # which may have the other parts
+        new["save"] = str(SavePolicy.parse(",".join(parts)))
+    return new

@@ -51,8 +51,8 @@ class ShapeConfig:
     dropout: Annotated[float | None, Use.RESOLVED, Range(0, 1)] = None
     """Probability of dropping an element of the embedding and of each residual branch."""
     experts: Annotated[str | None, Use.RESOLVED] = None
-    """Experts in place of the MLPs: num_experts=8,top_k=2,ffn=704, and others of docs/experts.md; each
-    replaces the preset's."""
+    """Experts in place of the MLPs: num_experts=8,top_k=2,ffn=704, and other entries of
+    docs/experts.md; each replaces the preset's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ from phalanx.models.attention import (
 from phalanx.models.experts import MoE
 from phalanx.models.initial import fill_initial
 from phalanx.models.layers import MLP, Dropout, Linear, Norm
-from phalanx.models.loss import token_loss_sum
+from phalanx.models.loss import IGNORE, token_loss_sum
 from phalanx.models.random import layer_keys
 from phalanx.models.shape import ModelShape
 
@@ -56,7 +56,7 @@ class Block(nn.Module):
         self.attention_output_norm = _norm_at("output", shape)
         self.mlp_norm = _norm_at("input", shape)
         experts = shape.experts_of(index)
-        self.mlp = MLP(shape, shape.ffn) if experts is None else MoE(shape, experts)
+        self.mlp = MLP(shape, shape.ffn) if experts is None else MoE(shape, experts, index)
         self.mlp_output_norm = _norm_at("output", shape)
 
     def forward(
@@ -65,6 +65,7 @@ class Block(nn.Module):
         rotation: Rotation | None = None,
         documents: Documents | None = None,
         dropout_keys_B: Tensor | None = None,
+        counted_BT: Tensor | None = None,
     ) -> Tensor:
         """Return the residual stream after the block, a tensor like x_BTD.
 
@@ -75,6 +76,7 @@ class Block(nn.Module):
             dropout_keys_B: dropout keys of the rows for this block, `layer_keys(keys_B, index)`;
                 None for no dropout. The caller applies the index, because torch.compile would
                 otherwise recompile for each block.
+            counted_BT: whether each token counts toward the load of the experts; None if none does.
         """
         #   x -------------------------------+-> x --------------------------+-> x
         #   norm 1 -> attention -> norm 2 ---^   norm 1 -> MLP -> norm 2 ----^
@@ -86,7 +88,8 @@ class Block(nn.Module):
             added_BTD = self.attention_output_norm(added_BTD)
         x_BTD = x_BTD + self.dropout(added_BTD, dropout_keys_B, 1)
         read_BTD = x_BTD if self.mlp_norm is None else self.mlp_norm(x_BTD)
-        added_BTD = self.mlp(read_BTD)
+        is_dense = isinstance(self.mlp, MLP)
+        added_BTD = self.mlp(read_BTD) if is_dense else self.mlp(read_BTD, counted_BT)
         if self.mlp_output_norm is not None:
             added_BTD = self.mlp_output_norm(added_BTD)
         return x_BTD + self.dropout(added_BTD, dropout_keys_B, 2)
@@ -264,9 +267,14 @@ class Decoder(nn.Module):
         self.check_length(length)
         if positions_BT is None:
             positions_BT = torch.arange(length, device=tokens_BT.device)[None]
+        is_counted = self.shape.experts is not None and self.training and labels_BT is not None
         # Nested, so that no local variable keeps the input of the first block alive.
         x_BTD = self.run_blocks(
-            self.embed(tokens_BT, positions_BT, keys_B), positions_BT, documents_BT, keys_B
+            self.embed(tokens_BT, positions_BT, keys_B),
+            positions_BT,
+            documents_BT,
+            keys_B,
+            labels_BT != IGNORE if is_counted else None,
         )
         is_last = self.stage is None or self.stage.is_last
         return self.read(x_BTD, labels_BT) if is_last else x_BTD
@@ -296,6 +304,7 @@ class Decoder(nn.Module):
         positions_BT: Tensor,
         documents_BT: Tensor | Documents | None,
         keys_B: Tensor | None,
+        counted_BT: Tensor | None = None,
     ) -> Tensor:
         """Return the residual stream after the blocks of this stage."""
         angles = window_angles = rotation(self.shape, positions_BT, x_BTD.dtype)
@@ -312,7 +321,7 @@ class Decoder(nn.Module):
                 self.blocks[at] for at in range(start, start + self.segment_size) if at in running
             ]
             x_BTD = self.run_segment(
-                _run_blocks, segment, x_BTD, (angles, window_angles), documents, keys_B
+                _run_blocks, segment, x_BTD, (angles, window_angles), documents, keys_B, counted_BT
             )
         return x_BTD
 
@@ -328,10 +337,11 @@ def _run_blocks(
     angles: tuple[Rotation | None, Rotation | None],
     documents: Documents | None,
     keys_B: Tensor | None,
+    counted_BT: Tensor | None,
 ) -> Tensor:
     for block in cast(list[Block], blocks):
         # Keyed by the number of the block in the full decoder, so a stage draws the masks of one
         # process.
         block_keys_B = None if keys_B is None else layer_keys(keys_B, block.index)
-        x_BTD = block(x_BTD, angles[block.has_window], documents, block_keys_B)
+        x_BTD = block(x_BTD, angles[block.has_window], documents, block_keys_B, counted_BT)
     return x_BTD

@@ -38,35 +38,89 @@ _ALIGNMENT = 16
 """Bytes that divide the strides of a grouped product's matrices."""
 
 
+class Load:
+    """What one router counts in a training step, and the slopes of its auxiliary losses.
+
+    The losses are over all tokens of the global batch, so a rank with some of the tokens only has
+    sums. The slopes follow from the sums of all ranks, which must be known before the backward.
+
+    Attributes:
+        counts: float64 [2 E + 2], summed over tokens: selections of each expert, also dropped ones;
+            share of each expert in the scores; squared log-sum-exp of the logits; and dropped
+            selections.
+        has_losses: whether the model has auxiliary losses.
+        is_counting: whether forwards add to `counts`; not if backward runs a forward again.
+        slopes: derivatives of the auxiliary losses by the sums of shares and of squares, [E + 1].
+    """
+
+    def __init__(self, counts: Tensor, *, has_losses: bool) -> None:
+        self.counts = counts
+        self.has_losses = has_losses
+        self.is_counting = False
+        self.slopes: Tensor | None = None
+
+    def count(self, experts_Nk: Tensor, counted_N: Tensor, sums: Tensor) -> None:
+        """Add the selections of the tokens that count, and the sums of their shares and squares."""
+        num_experts = len(sums) - 1
+        selections_E = sums.new_zeros(num_experts, dtype=torch.float64)
+        ones_Nk = counted_N[:, None].expand(experts_Nk.shape).double()
+        selections_E.scatter_add_(0, experts_Nk.flatten(), ones_Nk.flatten())
+        self.counts[:num_experts] += selections_E
+        self.counts[num_experts:-1] += sums
+
+    def count_dropped(self, is_dropped_Nk: Tensor, counted_N: Tensor) -> None:
+        """Add the dropped selections of the tokens that count."""
+        if self.is_counting:
+            self.counts[-1] += (is_dropped_Nk & counted_N[:, None]).sum()
+
+
 class Router(nn.Module):
     """Selects the experts of each token, and weights them.
 
     Attributes:
         weight: [E, D].
         bias: [E], added to scores only for the selection; None without one. No gradient changes it.
+        layer: number of the block in the full decoder.
+        load: counts of the training step that runs; None outside of one.
+        gives_losses: whether the gradient of the auxiliary losses starts on this rank; of ranks
+            that route the same tokens, as of tp, one gives it.
     """
 
     bias: Tensor | None
 
-    def __init__(self, hidden: int, experts: ExpertShape) -> None:
+    def __init__(self, hidden: int, experts: ExpertShape, layer: int) -> None:
         super().__init__()
         self.experts = experts
+        self.layer = layer
+        self.load: Load | None = None
+        self.gives_losses = True
         self.weight = nn.Parameter(torch.empty(experts.num_experts, hidden))
         self.register_buffer("bias", torch.empty(len(self.weight)) if experts.has_bias else None)
 
-    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
-        """Return experts_Nk, int64, best first, and their weights_Nk in at least float32."""
+    def forward(self, x_ND: Tensor, counted_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return experts_Nk, int64, best first, and their weights_Nk in at least float32.
+
+        `counted_N` is whether each token counts toward the load; None if none does.
+        """
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         logits_NE = F.linear(x_ND.to(wide), self.weight.to(wide))
-        scores_NE = (
-            logits_NE.softmax(-1) if self.experts.score == "softmax" else logits_NE.sigmoid()
-        )
+        is_softmax = self.experts.score == "softmax"
+        scores_NE = logits_NE.softmax(-1) if is_softmax else logits_NE.sigmoid()
         experts_Nk = self._select(scores_NE.detach())
         weights_Nk = scores_NE.gather(1, experts_Nk)
         if self.experts.renormalizes:
             # Sigmoids of all selected logits may round to 0; a softmax's share is at least 1 / E.
             weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdim=True) + 1e-20)
-        return experts_Nk, weights_Nk * self.experts.scaling
+        weights_Nk = weights_Nk * self.experts.scaling
+        if self.load is not None and counted_N is not None:
+            shares_NE = scores_NE if is_softmax else scores_NE / scores_NE.sum(-1, keepdim=True)
+            squares_N1 = logits_NE.logsumexp(-1, keepdim=True).square()
+            sums = (torch.cat([shares_NE, squares_N1], 1) * counted_N[:, None]).sum(0)
+            if self.load.is_counting:
+                self.load.count(experts_Nk, counted_N, sums.detach())
+            if self.load.has_losses and self.gives_losses:
+                weights_Nk = cast(Tensor, _WithLosses.apply(weights_Nk, sums, self.load))
+        return experts_Nk, weights_Nk
 
     def _select(self, scores_NE: Tensor) -> Tensor:
         """Return the experts with the best scores; of equal ones, those with lower numbers."""
@@ -88,8 +142,27 @@ def _best(scores: Tensor, k: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
+class _WithLosses(Function):
+    """The weights, to whose backward the auxiliary losses add their own gradient.
+
+    The losses' value is known only after the forwards of all tokens of the global batch. Their
+    gradient needs no value: it starts from the slopes by this forward's sums.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights_Nk: Tensor, score_sums: Tensor, load: Load) -> Tensor:
+        ctx.load, ctx.dtype = load, score_sums.dtype
+        return weights_Nk.view_as(weights_Nk)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return grad_outputs[0], ctx.load.slopes.to(ctx.dtype), None
+
+
 class Experts(nn.Module):
     """Gated MLPs without biases, of one shape; each projection is one stacked parameter.
+
+    A split of the experts over ranks replaces `start` and `forward`.
 
     Attributes:
         gate, up: [E, F, D].
@@ -104,13 +177,18 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(inner))
         self.down = nn.Parameter(torch.empty(inner).mT.contiguous())
 
-    def forward(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """Apply each expert to its rows.
+    def start(self, rows_MD: Tensor, counts_E: Tensor) -> Any:
+        """Return what `forward` takes with these rows: the counts. A split may send rows here.
 
         Args:
             rows_MD: the rows of expert 0, then of expert 1, and so on.
             counts_E: number of rows of each expert, int64; the sum is M.
         """
+        del rows_MD
+        return counts_E
+
+    def forward(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+        """Apply each expert to its rows, given what `start` has returned for them."""
         product = _Products(rows_MD, counts_E, self.gate.shape[1])
         inner_MF = gated(self.kind, product(rows_MD, self.gate), product(rows_MD, self.up))
         return product(inner_MF, self.down)
@@ -149,32 +227,40 @@ class MoE(nn.Module):
 
     Attributes:
         router: selects the experts of each token.
-        experts: the MLPs; a split of the experts over ranks replaces their `forward`.
+        experts: the MLPs.
         shared: the expert that every token visits; None without one.
         shared_gate: map whose sigmoid scales the output of `shared`; None without one.
     """
 
-    def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
+    def __init__(self, shape: ModelShape, experts: ExpertShape, layer: int) -> None:
         super().__init__()
-        self.router = Router(shape.hidden, experts)
+        self.router = Router(shape.hidden, experts, layer)
         self.experts = Experts(shape, experts)
         self.shared = MLP(shape, experts.shared_ffn) if experts.shared_ffn else None
         self.shared_gate = Linear(shape.hidden, 1, False) if experts.has_shared_gate else None
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the output of the branch, a tensor like x_BTD."""
+    def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None) -> Tensor:
+        """Return the output of the branch, a tensor like x_BTD.
+
+        `counted_BT` is whether each token counts toward the load; None if none does.
+        """
         x_ND = x_BTD.flatten(0, -2)
-        experts_Nk, weights_Nk = self.router(x_ND)
-        order_M = experts_Nk.flatten().argsort(stable=True)
-        counts_E = count(experts_Nk, len(self.router.weight))
-        rows_MD = self.experts(cast(Tensor, _Dispatch.apply(x_ND, experts_Nk, order_M)), counts_E)
+        counted_N = None if counted_BT is None else counted_BT.flatten()
+        experts_Nk, weights_Nk = self.router(x_ND, counted_N)
+        order_M, counts_E = self._sorted(experts_Nk)
+        rows_MD = cast(Tensor, _Dispatch.apply(x_ND, experts_Nk, order_M))
+        started = self.experts.start(rows_MD, counts_E)
+        shared_ND = None if self.shared is None else self.shared(x_ND)  # while rows travel
+        if shared_ND is not None and self.shared_gate is not None:
+            shared_ND = self.shared_gate(x_ND).sigmoid() * shared_ND
+        rows_MD = self.experts(rows_MD, started)
         y_ND = cast(Tensor, _Combine.apply(rows_MD, weights_Nk.to(rows_MD.dtype), order_M))
-        if self.shared is not None:
-            shared_ND = self.shared(x_ND)
-            if self.shared_gate is not None:
-                shared_ND = self.shared_gate(x_ND).sigmoid() * shared_ND
-            y_ND = y_ND + shared_ND
-        return y_ND.view_as(x_BTD)
+        return (y_ND if shared_ND is None else y_ND + shared_ND).view_as(x_BTD)
+
+    def _sorted(self, experts_Nk: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the selections that are kept, sorted by expert, and the number of each expert."""
+        num_experts = len(self.router.weight)
+        return experts_Nk.flatten().argsort(stable=True), count(experts_Nk, num_experts)
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:
@@ -222,7 +308,7 @@ class _Combine(Function):
 
 def _returned(rows_MD: Tensor, order_M: Tensor, selections: torch.Size) -> Tensor:
     """Return rows_NkD: each row at its (token, slot), and zeros where a selection was dropped."""
-    num = selections.numel()
+    num, width = selections.numel(), rows_MD.shape[1]
     is_full = len(order_M) == num
     rows = rows_MD.new_empty if is_full else rows_MD.new_zeros
-    return rows(num, rows_MD.shape[1]).index_copy_(0, order_M, rows_MD).view(*selections, -1)
+    return rows(num, width).index_copy_(0, order_M, rows_MD).view(*selections, width)

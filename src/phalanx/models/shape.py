@@ -201,6 +201,18 @@ class ExpertShape:
             f"{nearest_legal}"
         )
 
+    @property
+    def has_losses(self) -> bool:
+        """Whether there are auxiliary losses."""
+        return self.aux_loss > 0 or self.z_loss > 0
+
+    def needs_first_pass(self, num_microbatches: int, num_stages: int) -> bool:
+        """Return whether a step counts loads by forwards of their own, before the first backward.
+
+        With one microbatch and no pipeline, its forward counts all that the backward needs.
+        """
+        return self.has_losses and (num_microbatches > 1 or num_stages > 1)
+
     @staticmethod
     def parse(text: str, preset: ExpertShape | None = None) -> ExpertShape:
         """Return the experts of a setting such as `num_experts=8,top_k=2,ffn=704,aux_loss=0.01`.
@@ -220,9 +232,9 @@ class ExpertShape:
                     f"as num_experts=8, separated by commas; they are {', '.join(hints)}"
                 )
             try:
-                values[name] = read_text(hints[name], value)
+                values[name] = read_text(name, hints[name], value)
             except ConfigError as error:
-                raise ConfigError(f"experts: {name} is {error}") from None
+                raise ConfigError(f"experts: {error}") from None
         if missing := {"num_experts", "top_k", "ffn"} - values.keys():
             raise ConfigError(
                 f"experts is {text!r}, without {' and '.join(sorted(missing))}; expected at least "

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.comm.together import gather_objects
-from phalanx.config.schema import RunConfig
 from phalanx.errors import ConfigError
 from phalanx.train.notice import notice_if_slow
 
@@ -145,12 +144,6 @@ class BestTracker:
             return False
         self.value, self.step, self.num_worse = value, evaluation.step, 0
         return True
-
-    @staticmethod
-    def of(config: RunConfig) -> BestTracker | None:
-        """Return the tracker for the settings of a run; None if best and patience are unset."""
-        measure = config.save_policy.best or (None if config.patience is None else LOSS)
-        return None if measure is None else BestTracker(measure, config.patience)
 
     @property
     def is_over(self) -> bool:

@@ -172,12 +172,9 @@ class ServedSession(TextSession):
     @property
     @override
     def saved_steps(self) -> int:
-        begun = self.job.done[0]
-        return (
-            max(complete_checkpoints(self.out), default=begun)
-            if self.is_first
-            else super().saved_steps
-        )
+        if not self.is_first:
+            return super().saved_steps
+        return max(complete_checkpoints(self.out), default=self.job.done[0])
 
     @property
     @override

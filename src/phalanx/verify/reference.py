@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import cast_batch, count_rows, take_rows
-from phalanx.verify.plain import Masks
+from phalanx.verify.plain import Masks, PlainDecoder
 from phalanx.verify.settings import STATE
 
 if TYPE_CHECKING:
@@ -135,10 +135,12 @@ class ReferenceRun:
                 if parameter.grad is not None:
                     parameter.grad *= limit / (norm + 1e-6)
             self._optimizer.step()
+            if isinstance(self.model, PlainDecoder):
+                self.model.update_biases(self._case.batches[step].labels_BT)
         if self._scheduler is not None:
             self._scheduler.step()
-        weights = _copied(dict(self.model.named_parameters()))
-        return {"learning rate": rates, **self._kept(), "weight": weights}
+        # The buffers once more, because an update moves the biases of routers.
+        return {"learning rate": rates, **self.state()}
 
     def _kept(self) -> StepRecord:
         """Return the optimizer state of each parameter, by quantity."""

@@ -153,13 +153,12 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
                 f"batch of at most {order.num_samples}"
             )
     check_warmup(config.optimizer, num_steps)
-    policy = config.save_policy
-    num_due = policy.num_due(done, num_steps, num_steps)
-    check_space(out, num_due, policy, checkpoint_bytes(request.shape, precision))
+    num_due = config.save_policy.num_due(done, num_steps, num_steps)
+    check_space(out, num_due, config.save_policy, checkpoint_bytes(request.shape, precision))
     settled: dict[str, Any] = {
         "precision": precision.name if request.device == "cpu" else config.precision,
         "steps": num_steps if config.epochs is None else None,
-        "save": str(policy),
+        "save": str(config.save_policy),
     }
     if start is not None:  # so that the run's settings file can still start the run from scratch
         is_own = config.tokenizer is None and config.corpus.vocab_size is None
