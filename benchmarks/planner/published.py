@@ -19,8 +19,8 @@ from phalanx.account.parameters import num_parameters
 from phalanx.account.planned import DecoderModel, PlannedStep, decoder_step
 from phalanx.account.rank_memory import StageMemory, heaviest, memory, of_libraries
 from phalanx.errors import ConfigError
+from phalanx.models.registry import shape_of
 from phalanx.models.shape import ExpertShape, ModelShape
-from phalanx.planner import network
 from phalanx.planner.hardware import CLUSTERS, FABRIC
 from phalanx.planner.machine import Cluster, Level
 from phalanx.planner.price import price
@@ -170,8 +170,10 @@ def _shape(row: Mapping[str, Any]) -> ModelShape:
     is_gpt = not (model.get("gated_mlp") or experts)
     choices: dict[str, Any] = {}
     if experts:
-        if experts.get("attention"):
-            raise ConfigError(f"run {row['id']}: its attention is {experts['attention']}")
+        if experts.get("attention") == "MLA":  # such runs do not state its widths
+            latent = shape_of("deepseek-v3-671b").latent
+            assert latent is not None
+            choices["latent"], head_dim = latent, latent.plain_dim + latent.rope_dim
         of_expert = experts.get("moe_ffn") or ffn
         choices["experts"] = ExpertShape(
             num_experts=experts["experts"],

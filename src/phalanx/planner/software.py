@@ -41,7 +41,7 @@ class Software:
         has_plain_ring: a ring on a GPU attends in plain operators, not in a fused kernel.
         sends_parts: each tp rank sends a part of the output to the next stage.
         sends_rows_once: ep sends a row once to each other unit, however many of its experts are
-            there (DeepEP; DeepSeek-AI, DeepSeek-V3, 2024, section 3.2.2).
+            there, and from one rank of tp (DeepEP; DeepSeek-AI, DeepSeek-V3, 2024, section 3.2.2).
     """
 
     name: str
