@@ -37,6 +37,7 @@ _PROGRAMS: Final = {
     "nanotron": "nanotron",
     "maxtext": "maxtext",
     "megatron-bridge": "megatron-core",
+    "megatron-moe-zoo": "megatron-core",
     "nemo": "megatron-core",
     "torchtitan": "compiled",
     "deepspeed": "megatron-deepspeed",
@@ -56,11 +57,16 @@ _SPEED_UP: Final = {"fp8": 1.8, "fp4": 2.7}
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run: a planned step with its cluster and its software."""
+    """A published run: a planned step with its cluster and its software.
+
+    Attributes:
+        lacks: why the step is only the nearest that Phalanx has; empty if it is the run's.
+    """
 
     planned: PlannedStep[DecoderModel]
     cluster: Cluster
     software: Software
+    lacks: str = ""
 
 
 def read(row: Mapping[str, Any]) -> PublishedRun:
@@ -96,7 +102,12 @@ def read(row: Mapping[str, Any]) -> PublishedRun:
         microbatch=microbatch,
         accumulation=accumulation,
     )
-    return PublishedRun(planned, _cluster(row, row["num_gpus"]), software)
+    lacks = ""
+    if shape.experts is not None and strategy.tp.degree > 1:
+        # Megatron's ranks of tp route a part of the tokens each, to whole experts. Here they have
+        # the same tokens, and each has a part of every expert.
+        lacks = "ranks of tp have experts of their own"
+    return PublishedRun(planned, _cluster(row, row["num_gpus"]), software, lacks)
 
 
 def seconds(run: PublishedRun) -> float:
