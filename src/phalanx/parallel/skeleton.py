@@ -202,17 +202,20 @@ def skeleton_of_shape(
 ) -> Skeleton:
     """Return the skeleton of a decoder of `shape`; for the dtypes see `Decoder.on_meta`.
 
-    One block represents all, or one those with an MLP and one those with experts. Otherwise blocks
-    differ only in their attention windows, which neither parameters nor messages depend on.
+    The first block with an MLP and the first with experts represent all others, which differ from
+    them only in attention windows: neither parameters nor messages depend on these.
     """
-    alike = [f"blocks.{index}" for index in range(shape.num_layers)]
     num_dense = 0 if shape.experts is None else shape.experts.first_dense
-    parts = [part for part in (alike[:num_dense], alike[num_dense:]) if part]
-    experts = shape.experts and dataclasses.replace(shape.experts, first_dense=len(parts) - 1)
-    small = dataclasses.replace(shape, num_layers=len(parts), experts=experts)
-    skeleton = skeleton_of(Decoder.on_meta(small, master, compute))
-    blocks = {name: tuple(part) for name, part in zip(skeleton.blocks, parts, strict=True)}
-    return dataclasses.replace(skeleton, blocks=blocks, num_blocks=shape.num_layers, shape=shape)
+    model = Decoder.on_meta(dataclasses.replace(shape, num_layers=num_dense + 1), master, compute)
+    for index in range(1, num_dense):
+        delattr(model.blocks, str(index))
+    skeleton = skeleton_of(model)
+    ends = (num_dense or shape.num_layers), shape.num_layers
+    alike = {
+        first: tuple(f"blocks.{index}" for index in range(int(first.rpartition(".")[2]), end))
+        for first, end in zip(skeleton.blocks, ends, strict=False)
+    }
+    return dataclasses.replace(skeleton, blocks=alike, num_blocks=shape.num_layers, shape=shape)
 
 
 def _weights(model: nn.Module, blocks: Iterable[str]) -> tuple[Weight, ...]:
