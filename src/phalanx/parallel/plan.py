@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
+from phalanx.comm.axes import axes_of
 from phalanx.comm.comm import Ranks
 from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.ledger import Entry
+from phalanx.comm.row_counts import RowCounts
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
@@ -40,7 +42,7 @@ from phalanx.parallel.recompute import RecomputeSplit
 from phalanx.parallel.reduce import GradientReducer, is_fused
 from phalanx.parallel.sharded import ShardedSplit
 from phalanx.parallel.skeleton import Skeleton, skeleton_of, skeleton_of_shape
-from phalanx.parallel.split import ParameterSplit, Split, StateBytes, Target
+from phalanx.parallel.split import ParameterSplit, Split, StateBytes, Target, entries_of
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.split import TensorSplit
 from phalanx.strategy import Strategy, refuse_servers, require_built
@@ -179,11 +181,43 @@ class Plan(Generic[Model]):
             held = split.holds(held, accumulation)
         return held
 
-    def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
-        """Return the first rank's communication in a step of microbatches of (rows, positions)."""
+    def traffic(
+        self, microbatches: Sequence[tuple[int, int]], routed: Sequence[RowCounts] | None = None
+    ) -> list[Entry]:
+        """Return the first rank's communication in a step of microbatches of (rows, positions).
+
+        Bytes of ep are expected ones, of even routing, unless the step's counts are known, `routed`
+        (comm.row_counts.noted).
+        """
+        entries = self._split_traffic(microbatches, routed)
+        shape = self._whole.skeleton.shape
+        experts = None if shape is None else shape.experts
+        if shape is None or experts is None:
+            return entries
+        # train/balance.py: loads are counted by forwards of their own, and summed over ranks.
+        if experts.needs_first_pass(len(microbatches), self.strategy.pp.degree):
+            for number, microbatch in enumerate(microbatches):
+                known = routed if number == 0 or routed is None else ()  # of all microbatches
+                of_forward = self._split_traffic([microbatch], known)
+                entries += [entry for entry in of_forward if entry.phase == "forward"]
+        if experts.has_losses or experts.bias_rate:
+            degrees = self.strategy.mesh_axes()
+            num_bytes = 8 * shape.num_layers * (2 * experts.num_experts + 2)
+            rows = [
+                ("balance", axis, "all_reduce", 1, num_bytes) for axis in axes_of("loss", degrees)
+            ]
+            entries += entries_of(rows, degrees.__getitem__)
+        return entries
+
+    def _split_traffic(
+        self, microbatches: Sequence[tuple[int, int]], routed: Sequence[RowCounts] | None
+    ) -> list[Entry]:
         entries: list[Entry] = []
         for split in self._splits:
-            entries += split.traffic(microbatches)
+            if isinstance(split, ExpertSplit) and routed is not None:
+                entries += split.traffic_of(routed)
+            else:
+                entries += split.traffic(microbatches)
             microbatches = [split.local_microbatch(microbatch) for microbatch in microbatches]
         return entries
 
