@@ -261,11 +261,15 @@ def peak_gathered_bytes(groups: Sequence[Group], segment_size: int) -> int:
 
 
 def _by_module(groups: Iterable[Group]) -> list[list[Group]]:
-    """Return the groups of each block, or of the others: two if it has experts that ep splits."""
-    found: dict[tuple[str, ...], list[Group]] = {}
+    """Return the groups that are gathered together: one, or two with experts that ep splits."""
+    found: list[list[Group]] = []
     for group in groups:
-        found.setdefault(group.names, []).append(group)
-    return [*found.values()]
+        beside = (of for of in found if group.axes != DENSE and of[0].names == group.names)
+        if (of := next(beside, None)) is not None:
+            of.append(group)
+        else:
+            found.append([group])
+    return found
 
 
 def peak_gradient_bytes(groups: Sequence[Group], sums: AccumulatedGradients) -> int:
