@@ -128,7 +128,9 @@ def step_flops(
             - product_flops(_of_sequence(shape, kind, seq_len, "full").recompute)
             for kind in once
         }
-        ends = [min(at + segment_size, len(blocks)) - 1 for at in range(0, len(blocks), segment_size)]
+        ends = [
+            min(at + segment_size, len(blocks)) - 1 for at in range(0, len(blocks), segment_size)
+        ]
         again = of_blocks - sum(left[blocks[end]] for end in ends)
         recomputed = num_sequences * again + all_attention
     linear, frozen = num_sequences * (of_blocks + head), 0

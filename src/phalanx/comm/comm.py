@@ -132,6 +132,11 @@ class Comm(ABC):
         return names
 
     @property
+    def model_mesh(self) -> DeviceMesh:
+        """The mesh over which tensors are split: the ranks of this rank's pipeline stage."""
+        raise AssertionError(f"{type(self).__name__} has no mesh")
+
+    @property
     def is_compared(self) -> bool:
         """Whether ranks synchronize at each call to compare the calls, see debug.check."""
         return False
@@ -387,8 +392,8 @@ class Ranks(Comm):
         self._one_way = self._job.one_way
 
     @property
+    @override
     def model_mesh(self) -> DeviceMesh:
-        """The mesh over which tensors are split: the ranks of this rank's pipeline stage."""
         return self._job.stage_mesh
 
     @property

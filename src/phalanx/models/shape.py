@@ -201,6 +201,18 @@ class ExpertShape(Parts):
             f"{nearest_legal}"
         )
 
+    @property
+    def has_losses(self) -> bool:
+        """Whether there are auxiliary losses."""
+        return self.aux_loss > 0 or self.z_loss > 0
+
+    def needs_first_pass(self, num_microbatches: int, num_stages: int) -> bool:
+        """Return whether a step counts loads by forwards of their own, before the first backward.
+
+        With one microbatch and no pipeline, its forward counts all that the backward needs.
+        """
+        return self.has_losses and (num_microbatches > 1 or num_stages > 1)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentShape:

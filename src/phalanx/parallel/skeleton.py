@@ -22,6 +22,7 @@ from torch import nn
 
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
+from phalanx.models.experts import Experts
 from phalanx.models.shape import ModelShape
 
 Shape = tuple[int, ...]
@@ -71,6 +72,15 @@ def ends_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names[module] for module in modules) for modules in ends)
 
 
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return name -> module of each module of stacked experts.
+
+    Dimension 0 of each of its parameters counts experts, and its forward is the one that `ep`
+    replaces.
+    """
+    return {name: each for name, each in model.named_modules() if isinstance(each, Experts)}
+
+
 @dataclass(frozen=True, eq=False)
 class Weight:
     """A parameter without its values; compared by identity.
@@ -78,6 +88,7 @@ class Weight:
     Attributes:
         names: all names of the parameter in the model, in the order of the model.
         block: block that contains the first name; empty outside of blocks.
+        is_expert: whether dimension 0 counts experts, see `experts_of`.
     """
 
     names: tuple[str, ...]
@@ -86,6 +97,7 @@ class Weight:
     is_trained: bool
     is_contiguous: bool
     block: str = ""
+    is_expert: bool = False
 
     @property
     def name(self) -> str:
@@ -207,6 +219,7 @@ def _weights(model: nn.Module, blocks: Iterable[str]) -> tuple[Weight, ...]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
     known = frozenset(blocks)
+    experts = {p for module in experts_of(model).values() for p in module.parameters()}
     return tuple(
         Weight(
             names=tuple(all_names),
@@ -215,6 +228,7 @@ def _weights(model: nn.Module, blocks: Iterable[str]) -> tuple[Weight, ...]:
             is_trained=parameter.requires_grad,
             is_contiguous=parameter.is_contiguous(),
             block=_within(all_names[0], known),
+            is_expert=parameter in experts,
         )
         for parameter, all_names in names.items()
     )

@@ -36,6 +36,7 @@ class Balance:
     Nothing is counted, sent or added for a model without experts.
 
     Attributes:
+        shape: the experts of the model; None without any.
         counts: `Load.counts` of all layers, [L, 2 E + 2]: those of this rank, and after `reduce`
             those of all ranks.
         is_reduced: whether `counts` are of all ranks.
@@ -43,20 +44,33 @@ class Balance:
 
     def __init__(self, model: nn.Module, comm: Comm) -> None:
         self.comm = comm
-        self._routers = [each for each in model.modules() if isinstance(each, Router)]
-        # A stage of a pipeline may have no router, and yet takes part in the all-reduce.
-        self._shape = model.shape.experts if isinstance(model, Decoder) else None
-        self._num_layers = model.shape.num_layers if isinstance(model, Decoder) else 0
-        self.has_losses = bool(self._shape and (self._shape.aux_loss or self._shape.z_loss))
-        self.has_bias = bool(self._shape and self._shape.bias_rate)
         self.is_reduced = False
         self.counts = torch.empty(0)
+        self._routers = [each for each in model.modules() if isinstance(each, Router)]
+        # A stage of a pipeline may have no router, and yet takes part in the all-reduce.
+        self.shape = model.shape.experts if isinstance(model, Decoder) else None
+        self._num_layers = model.shape.num_layers if isinstance(model, Decoder) else 0
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether the model has auxiliary losses."""
+        return self.shape is not None and self.shape.has_losses
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether a step needs the loads of the global batch, for losses or for biases."""
+        return self.shape is not None and (self.shape.has_losses or self.shape.bias_rate > 0)
+
+    def needs_first_pass(self, num_microbatches: int) -> bool:
+        """Return whether forwards of their own count the step's tokens, see `ExpertShape`."""
+        stages = self.comm.size("pp")
+        return self.shape is not None and self.shape.needs_first_pass(num_microbatches, stages)
 
     def begin(self) -> None:
         """Begin a step: its first forwards count."""
-        if self._shape is None:
+        if self.shape is None:
             return
-        size = self._num_layers, 2 * self._shape.num_experts + 2
+        size = self._num_layers, 2 * self.shape.num_experts + 2
         self.counts = torch.zeros(size, dtype=torch.float64, device=self.comm.device)
         self.is_reduced = False
         for router in self._routers:
@@ -72,21 +86,17 @@ class Balance:
         for load in loads:
             load.is_counting = False
 
-    def needs_first_pass(self, num_microbatches: int) -> bool:
-        """Return whether tokens must be counted before any microbatch's forward and backward."""
-        return self.has_losses and (num_microbatches > 1 or self.comm.size("pp") > 1)
-
     def reduce(self, scale: Tensor) -> None:
         """Sum the counts over ranks, once a step, and set the slopes of the losses times `scale`.
 
         Every rank calls this together, after all its forwards that count.
         """
-        if self._shape is None or self.is_reduced:
+        if self.shape is None or self.is_reduced:
             return
         self.comm.all_reduce(self.counts, "loss")
         self.is_reduced = True
         selections_LE, _, _, num_tokens = self._split()
-        shape = self._shape
+        shape = self.shape
         per_token_LE = selections_LE / num_tokens
         if shape.pools_layers:
             num_routers = self._num_layers - shape.first_dense
@@ -105,9 +115,9 @@ class Balance:
         """End the step; return the sum of the auxiliary losses, 0-d float64, equal on all ranks."""
         for router in self._routers:
             router.load = None
-        if self._shape is None or not self.has_losses:
+        if self.shape is None or not self.has_losses:
             return self.counts.new_zeros(())
-        shape = self._shape
+        shape = self.shape
         selections_LE, shares_LE, squares_L, num_tokens = self._split()
         f_LE, mean_LE = selections_LE / num_tokens, shares_LE / num_tokens
         if shape.pools_layers:
@@ -122,19 +132,19 @@ class Balance:
 
         Wang et al., Auxiliary-Loss-Free Load Balancing, 2024, algorithm 1.
         """
-        if self._shape is None or not self._shape.bias_rate:
+        if self.shape is None or not self.shape.bias_rate:
             return
         selections_LE = self._split()[0]
         signs_LE = (selections_LE.mean(1, keepdim=True) - selections_LE).sign()
         for router in self._routers:
             assert router.bias is not None
-            router.bias += self._shape.bias_rate * signs_LE[router.layer].to(router.bias)
+            router.bias += self.shape.bias_rate * signs_LE[router.layer].to(router.bias)
 
     def _split(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return selections_LE, sums of shares_LE and of squares_L, and the number of tokens."""
-        assert self._shape is not None
-        size = self._shape.num_experts
+        assert self.shape is not None
+        size = self.shape.num_experts
         selections_LE, shares_LE, rest_L2 = self.counts.split([size, size, 2], 1)
         # All layers see the same tokens.
-        num_tokens = selections_LE[-1].sum().div(self._shape.top_k).clamp(min=1)
+        num_tokens = selections_LE[-1].sum().div(self.shape.top_k).clamp(min=1)
         return selections_LE, shares_LE, rest_L2[:, 0], num_tokens

@@ -149,10 +149,12 @@ class Step:
             with self.phase("forward"):
                 for microbatch in microbatches:
                     self.run.infer(microbatch, forward)
+            if self.run.reducer is not None:
+                self.run.reducer.reset_step()
             balance()
         # Forward, backward and gradient reduction: parallel/accumulate.py, pipeline/runtime.py.
         self.run(microbatches, forward, scale, self.phase)
-        if self.balance.has_bias:
+        if self.balance.needs_counts:
             balance()
         with self.phase("metrics"):
             loss = self.comm.all_reduce(loss_sum, "loss") / divisor

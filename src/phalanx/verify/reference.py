@@ -139,8 +139,8 @@ class ReferenceRun:
                 self.model.update_biases(self._case.batches[step].labels_BT)
         if self._scheduler is not None:
             self._scheduler.step()
-        weights = _copied(dict(self.model.named_parameters()))
-        return {"learning rate": rates, **self._kept(), "weight": weights}
+        # The buffers once more, because an update moves the biases of routers.
+        return {"learning rate": rates, **self.state()}
 
     def _kept(self) -> StepRecord:
         """Return the optimizer state of each parameter, by quantity."""

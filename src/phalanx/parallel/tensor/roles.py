@@ -20,6 +20,7 @@ from torch import nn
 
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
+from phalanx.models.experts import MoE
 from phalanx.parallel.tensor import transformers_models, transformers_tables
 
 Role = Literal[
@@ -39,6 +40,7 @@ Role = Literal[
     "gather",
     "full",
     "scatter",
+    "experts",
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -47,7 +49,9 @@ Patterns = Mapping[str, str]
 PAGE = "docs/strategies.md"
 """Page that lists the supported models and documents patterns."""
 
-RECURSIVE_ROLES: frozenset[Role] = frozenset({"local", "token", "gather", "full", "scatter"})
+RECURSIVE_ROLES: frozenset[Role] = frozenset(
+    {"local", "token", "gather", "full", "scatter", "experts"}
+)
 """Roles that also apply to all submodules."""
 
 COLUMNS: frozenset[Role] = frozenset({"column", "lora_a"})
@@ -122,7 +126,8 @@ def default_patterns(model: nn.Module) -> Patterns:
     if isinstance(model, Decoder):
         is_joint = model.shape.qk_norm == "projection"
         joint = _PROJECTION_NORM_PATTERNS if is_joint else {}
-        patterns = {**DECODER, **joint, **_ADAPTER_PATTERNS}
+        experts = {n: "experts" for n, each in model.named_modules() if isinstance(each, MoE)}
+        patterns = {**experts, **DECODER, **joint, **_ADAPTER_PATTERNS}
         if (latent := model.shape.latent) is not None:
             patterns |= _LATENT_PATTERNS
             if latent.query_rank is None:
