@@ -31,7 +31,7 @@ settings.load_profile("phalanx")
 
 MODELS = (
     *("llama", "gpt2", "bert", "mistral", "qwen2", "qwen3", "olmo2", "gemma2", "gemma3", "phi3"),
-    "vit",
+    *("vit", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"),
 )
 IMPORTED = [
     *("torch.distributed.fsdp", "torch.nn.parallel", "torch.utils.tensorboard", "torch.utils.data"),

@@ -131,7 +131,7 @@ def job_of(folder: Path, dtype: str) -> Job:
     return resolve(
         TrainConfig(
             data=str(ROOT / "src"), strategy="dp2", device="cpu", precision=dtype, steps=10_000,
-            threads=1, out=str(folder / "run"), keep_checkpoints=1, shape=SHAPE,
+            threads=1, out=str(folder / "run"), save="keep=1", shape=SHAPE,
             corpus=CorpusConfig(seq_len=256, cache=str(folder / "cache"), validation=0),
             batch=BatchConfig(microbatch=2),
         )

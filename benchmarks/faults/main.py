@@ -38,7 +38,7 @@ STEPS, EVERY = 300, 15
 
 NEW = (
     "--strategy dp2 --device cpu --threads 1 --precision float32 --seed 3 --eval-every 0 "
-    f"--steps {STEPS} --save-every {EVERY} --keep-checkpoints 3 --corpus.seq-len 24 "
+    f"--steps {STEPS} --save every={EVERY},keep=3 --corpus.seq-len 24 "
     "--batch.global-size 8 --batch.microbatch 2 --shape.num-layers 1 --shape.hidden 16 "
     "--shape.num-heads 2 --shape.num-kv-heads 1 --shape.head-dim 8 --shape.ffn 24 "
     "--shape.vocab-size 300 --shape.max-seq-len 64"

@@ -43,7 +43,7 @@ TRAIN = (
     "pp2:naive", "pp2:gpipe", "pp2", "pp2:interleaved/2", "pp2:zb/1", "pp2:zbv", "pp2:dualpipev",
     "pp2,fsdp2", "pp2,dp2,tp2", "cp2", "cp2:ulysses", "fsdp2,cp2",
 )  # fmt: skip
-KEPT = "save-every=2 keep-checkpoints=1 best="
+KEPT = "save=every=2,keep=1,best="
 PASSES = "epochs=1 corpus.max-bytes=30000"
 """A pass over 150 samples: its last batch is smaller."""
 OTHERS = {

@@ -38,7 +38,7 @@ def run(data: Path, num_here: int, strategy: str, further: str, steps: int) -> t
     before = int(CARD.read_text())
     words = f"phalanx launch --hosts node1:{num_here},node2:{num_here} -- train --data {data}"
     words += f" --strategy {strategy} --steps {steps} {further} --corpus.seq-len 64 --threads 1"
-    words += " --eval-every 0 --eval-samples 8 --save-every-minutes 0"
+    words += " --eval-every 0 --eval-samples 8 --save minutes=0"
     with tempfile.TemporaryDirectory(dir="/srv/phalanx") as folder:
         done = subprocess.run(
             [*words.split(), "--out", f"{folder}/run"], capture_output=True, text=True, check=True

@@ -188,7 +188,7 @@ def test_a_job_continues_after_ranks_hosts_a_disk_and_a_clock_fail(tmp_path: Pat
 def test_each_sample_is_taken_once_by_a_job_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "job.py"
     file.write_text((Path(__file__).parent / "fault_jobs.py").read_text())
-    job = f"train --script {file}:job --device cpu --threads 1 --save-every 7"
+    job = f"train --script {file}:job --device cpu --threads 1 --save every=7"
     found = bench("rank", "rank0", "--faults=3", "--steps=300", f"--job={job}", cwd=tmp_path)
     assert len(found["faults"]) == 3
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]

@@ -134,7 +134,7 @@ def test_a_restart_continues_with_the_same_losses(tmp_path: Path, again: str) ->
         150,
         strategy="dp2",
         steps=8,
-        save_every_minutes=0,
+        save="minutes=0",
         batch=BatchConfig(global_size=12),
     )
     run_ranks(train_rank, 2, resolve(replace(config, out=str(tmp_path / "whole"))), threads=1)

@@ -126,7 +126,7 @@ def test_a_run_in_s3_has_the_losses_of_one_on_disk(
     files = fsspec.filesystem("s3")
     files.mkdir("bucket")
     disk, store = str(tmp_path / "disk"), "s3://bucket/run"
-    config = small_run(tmp_path, num_lines=60, steps=4, save_every=2, shape=ShapeConfig())
+    config = small_run(tmp_path, num_lines=60, steps=4, save="every=2", shape=ShapeConfig())
     shape = {f"shape.{name}": each for name, each in vars(SHAPE).items() if each is not None}
     (tmp_path / "run.toml").write_text(to_toml(stored_settings(config) | shape))
 

@@ -29,8 +29,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
         num_lines=150,
         steps=12,
         seed=5,
-        save_every=4,
-        keep_checkpoints=3,
+        save="every=4,keep=3",
         eval_samples=2,
         shape=dataclasses.replace(SHAPE, num_layers=2, vocab_size=301, tied=True),  # rows to pad
         batch=BatchConfig(global_size=12),

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.comm import join
-from phalanx.comm.axes import flattened, single_axis
+from phalanx.comm.axes import DENSE, EXPERT, axes_of, flattened, single_axis
 from phalanx.comm.comm import Ranks
 from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.meshes import job_mesh
@@ -79,8 +79,28 @@ def test_flattened_axes() -> None:
     assert flattened({"fsdp": 2, "tp": 2}) == {}
     assert flattened(("dp", "fsdp", "cp")) == {"fsdp_cp": ("fsdp", "cp")}
     assert flattened(("tp_row", "tp_col")) == {"tp": ("tp_row", "tp_col")}
-    assert single_axis("fsdp_cp", ("dp", "fsdp")) == "fsdp"
-    assert single_axis("fsdp_cp", ("fsdp", "cp")) == "fsdp_cp"
+    assert flattened(("dp", "cp", "ep")) == {}
+    assert flattened(("dp", "fsdp", "ep")) == {"fsdp_ep": ("fsdp", "ep")}
+    assert flattened(("fsdp", "cp", "ep", "tp")) == {
+        "fsdp_cp_ep": ("fsdp", "cp", "ep"),
+        "fsdp_cp": ("fsdp", "cp"),
+    }
+
+
+def test_the_sets_of_axes_of_dense_parameters_and_of_experts() -> None:
+    every = ("pp", "dp", "fsdp", "cp", "ep", "tp_row", "tp_col")
+    assert axes_of("fsdp_cp", every) == axes_of(EXPERT.shards, every) == ("fsdp", "cp")
+    assert axes_of("tp", every) == ("tp_row", "tp_col")
+    assert axes_of("tp_row", ("tp",)) == ()
+    assert axes_of("job", every) == every
+    assert axes_of("data", every) == ("dp", "fsdp", "ep")
+    assert axes_of("loss", every) == ("pp", "dp", "fsdp", "cp", "ep")
+    assert axes_of(DENSE.sums, every) == ("dp", "fsdp", "cp", "ep")
+    assert axes_of(EXPERT.sums, every) == ("dp", "fsdp", "cp")
+    assert single_axis(DENSE.shards, ("dp", "fsdp")) == "fsdp"
+    assert single_axis(DENSE.shards, ("fsdp", "cp")) == "fsdp_cp"
+    assert single_axis(DENSE.shards, ("fsdp", "cp", "ep")) == "fsdp_cp_ep"
+    assert single_axis(EXPERT.shards, ("fsdp", "ep")) == "fsdp"
 
 
 def test_a_rank_that_only_counts_knows_its_number() -> None:

@@ -99,7 +99,11 @@ def test_the_proposed_sizes_are_accepted(batch: BatchConfig, num_data_ranks: int
         (TrainConfig(strategy="dp2", nproc=3), StrategyError, "'dp3' would use them all"),
         (TrainConfig(strategy="pd2"), StrategyError, "did you mean"),
         (TrainConfig(strategy="dp2:ps,tp2"), StrategyError, "which other axes cannot split"),
-        (TrainConfig(best="loss"), ConfigError, "best is 'loss'; expected min: or max: and a"),
+        (
+            TrainConfig(save="best=loss"),
+            ConfigError,
+            "save: best is 'loss'; expected min: or max: and a",
+        ),
     ],
 )
 def test_contradictions(config: TrainConfig, error: type[Exception], words: str) -> None:

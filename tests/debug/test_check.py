@@ -649,7 +649,7 @@ def test_each_connection_to_the_store_is_its_callers_own() -> None:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
-    return small_run(tmp_path_factory.mktemp("job"), strategy="dp2", steps=4, save_every=2)
+    return small_run(tmp_path_factory.mktemp("job"), strategy="dp2", steps=4, save="every=2")
 
 
 def test_training_gives_the_same_losses(config: TrainConfig, tmp_path: Path) -> None:

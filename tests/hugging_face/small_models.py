@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -15,15 +19,23 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -90,6 +102,38 @@ def gpt2(**options: Any) -> PreTrainedModel:
     return GPT2LMHeadModel(GPT2Config(**{**GPT2_SIZES, **options}))
 
 
+def mixtral(**options: Any) -> PreTrainedModel:
+    return MixtralForCausalLM(MixtralConfig(**{**SIZES, "num_local_experts": 4, **options}))
+
+
+def qwen3_moe(**options: Any) -> PreTrainedModel:
+    own = {"head_dim": 16, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, **own, **options}))
+
+
+def qwen2_moe(**options: Any) -> PreTrainedModel:
+    own = {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+    }  # fmt: skip
+    return Qwen2MoeForCausalLM(Qwen2MoeConfig(**{**SIZES, **own, **options}))
+
+
+def olmoe(**options: Any) -> PreTrainedModel:
+    own = {"num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 4}
+    return OlmoeForCausalLM(OlmoeConfig(**{**SIZES, **own, **options}))
+
+
+def deepseek_v3(**options: Any) -> PreTrainedModel:
+    own = {
+        "num_key_value_heads": 4, "q_lora_rank": 14, "kv_lora_rank": 12, "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6, "v_head_dim": 9, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, **own, **options}))
+
+
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": llama,
     "llama-tied-llama3-rope": lambda: llama(
@@ -120,7 +164,34 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "gpt2": lambda: gpt2(n_inner=80),
     "gpt2-untied": lambda: gpt2(tie_word_embeddings=False),
+    "mixtral": lambda: mixtral(sliding_window=7),
+    "qwen3-moe": lambda: qwen3_moe(norm_topk_prob=True),
+    "qwen3-moe-tied-first-dense": lambda: qwen3_moe(
+        tie_word_embeddings=True, mlp_only_layers=[0], rope_parameters=LLAMA3_ROPE
+    ),
+    "qwen2-moe": qwen2_moe,
+    "olmoe": olmoe,
+    "deepseek-v3": deepseek_v3,
+    "deepseek-v3-direct-queries": lambda: deepseek_v3(
+        q_lora_rank=None, first_k_dense_replace=0, norm_topk_prob=False
+    ),
 }  # fmt: skip
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Let transformers compute in float64 where it asks for float32: norms, angles, routers."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    with (
+        mock.patch.object(torch, "float32", torch.float64),
+        mock.patch.object(torch, "float", torch.float64),
+        mock.patch.object(torch.Tensor, "float", torch.Tensor.double),
+    ):
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 def model_of(name: str) -> PreTrainedModel:

@@ -6,21 +6,19 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from phalanx.hugging_face.names import locate, table
+from phalanx.checkpoint.weights import sizes_of
+from phalanx.hugging_face.names import reader, table
 from phalanx.models.shape import ModelShape
 
 
 def from_hf(state: Mapping[str, Tensor], shape: ModelShape, family: str) -> dict[str, Tensor]:
     """Return the state dict of `Decoder(shape)`."""
-    found = locate({name: tensor.shape for name, tensor in state.items()}, shape, family)
-    return {
-        name: part
-        for link in table(shape, family)
-        for name, part in zip(link.ours, link.split(state[found[link.theirs]]), strict=True)
-    }
+    sizes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    read = reader(shape, family, sizes, state.__getitem__)
+    return {name: read(name) for name in sizes_of(shape)}
 
 
 def to_hf(state: Mapping[str, Tensor], shape: ModelShape, family: str) -> dict[str, Tensor]:
-    """Return the weights in their layout."""
-    links = table(shape, family)
+    """Return the weights in their layout in memory."""
+    links = table(shape, family, is_stacked=True)
     return {link.theirs: link.join([state[name] for name in link.ours]) for link in links}

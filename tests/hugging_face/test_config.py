@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from folders import GPT2, edit_config, files_of, saved
 from small_models import FULL, LLAMA3_ROPE, WINDOWED, model_of
+from transformers import MixtralConfig
 
 from phalanx.errors import ConfigError, PhalanxError
-from phalanx.hugging_face.config import config_to_hf
+from phalanx.hugging_face.config import config_to_hf, shape_from_hf
 from phalanx.hugging_face.convert import convert
-from phalanx.hugging_face.families import family_of
-from phalanx.models.shape import ModelShape
+from phalanx.hugging_face.families import families_of, family_of
+from phalanx.models.shape import ExpertShape, ModelShape
 
 
 def llama3_rope(**changes: Any) -> Callable[[Path], None]:
@@ -111,6 +113,31 @@ OF_TYPES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma3, both ways": (
         "gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True",
     ),
+    "mixtral, noise": ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1; only"),
+    "mixtral, too many": (
+        "mixtral", {"num_experts_per_tok": 5},
+        "num_experts_per_tok is 5; expected a whole number from 1 to 4",
+    ),
+    "qwen3 moe, every other block": (
+        "qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; only 1",
+    ),
+    "qwen3 moe, the second block dense": (
+        "qwen3-moe", {"mlp_only_layers": [1]},
+        "mlp_only_layers is [1]; only the first blocks may have no experts, as in [0, 1]",
+    ),
+    "qwen3 moe, all blocks dense": (
+        "qwen3-moe", {"mlp_only_layers": [0, 1]}, "and the last block has some",
+    ),
+    "qwen3 moe, windows": (
+        "qwen3-moe", {"use_sliding_window": True}, "use_sliding_window is True; only False",
+    ),
+    "qwen2 moe, no biases": ("qwen2-moe", {"qkv_bias": False}, "qkv_bias is False; only True"),
+    "olmoe, clipped": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0; only None"),
+    "olmoe, no flag": ("olmoe", {"norm_topk_prob": 1}, "norm_topk_prob is 1; expected true or f"),
+    "olmoe, coefficient": (
+        "olmoe", {"output_router_logits": True, "router_aux_loss_coef": -1.0},
+        "router_aux_loss_coef is -1.0; expected a number above 0",
+    ),
 }  # fmt: skip
 
 
@@ -125,12 +152,71 @@ def test_an_option_of_a_type_that_is_not_computed(case: str, tmp_path: Path) -> 
         convert(tmp_path, tmp_path.with_suffix(".ours"))
 
 
+EXPERTS = ExpertShape(num_experts=4, top_k=2, ffn=24, renormalizes=True)
+LLAMA: dict[str, Any] = {
+    "vocab_size": 97, "num_layers": 3, "hidden": 32, "num_heads": 4, "num_kv_heads": 2,
+    "head_dim": 8, "ffn": 48, "max_seq_len": 64,
+}  # fmt: skip
+
+
 def test_a_shape_that_no_hugging_face_model_has() -> None:
-    llama: dict[str, Any] = {
-        "vocab_size": 97, "num_layers": 2, "hidden": 32, "num_heads": 4, "num_kv_heads": 2,
-        "head_dim": 8, "ffn": 48, "max_seq_len": 64,
-    }  # fmt: skip
     with pytest.raises(ConfigError, match=r"the nearest is llama, but its mlp is 'swiglu', not 'g"):
-        config_to_hf(ModelShape(**llama, mlp="gelu"), "float32")
+        config_to_hf(ModelShape(**LLAMA, mlp="gelu"), "float32")
     with pytest.raises(ConfigError, match="the nearest is gpt2, but its num_kv_heads is 4, not 2"):
-        family_of(ModelShape(**llama, **GPT2))
+        family_of(ModelShape(**LLAMA, **GPT2))
+
+
+def test_a_shape_with_experts_has_the_type_that_computes_it() -> None:
+    def of(experts: ExpertShape = EXPERTS, **parts: Any) -> list[str]:
+        return families_of(ModelShape(**LLAMA, experts=experts, **parts))
+
+    assert of() == ["mixtral"] == of(window=7)
+    assert of(qk_norm=True) == ["qwen3_moe"]
+    assert of(replace(EXPERTS, first_dense=2), qk_norm=True) == ["qwen3_moe"]
+    assert of(replace(EXPERTS, renormalizes=False), qk_norm="projection") == ["olmoe"]
+    shared = replace(EXPERTS, shared_ffn=40, has_shared_gate=True)
+    assert of(shared, bias="qkv") == ["qwen2_moe"]
+    # What is of training alone does not matter.
+    assert of(replace(EXPERTS, aux_loss=0.01, z_loss=0.001, capacity=1.25)) == ["mixtral"]
+    with pytest.raises(ConfigError, match=r"is mixtral, but its experts.renormalizes is True"):
+        of(replace(EXPERTS, renormalizes=False))
+    with pytest.raises(
+        ConfigError,
+        match=r"of those with experts, mixtral, qwen3_moe, qwen2_moe, olmoe, deepseek_v3 supports "
+        r"this shape; the nearest is qwen3_moe, but its experts.score is 'softmax', not 'sigmoid'$",
+    ):
+        of(replace(EXPERTS, score="sigmoid"), qk_norm=True)
+    with pytest.raises(ConfigError, match="'llama' does not support this shape; legal are mix"):
+        family_of(ModelShape(**LLAMA, experts=EXPERTS), "llama")
+
+
+def test_the_balancing_loss_of_a_config() -> None:
+    config = model_of("olmoe").config.to_dict() | {"router_aux_loss_coef": 0.02}
+    assert not config["output_router_logits"]
+    assert shape_from_hf(config).experts == ExpertShape(num_experts=8, top_k=2, ffn=48)
+    config["output_router_logits"] = True
+    shape = shape_from_hf(config)
+    assert shape.experts is not None
+    assert (shape.experts.aux_loss, shape.experts.pools_layers) == (0.02, True)
+    back = config_to_hf(shape, "float32")
+    assert (back["output_router_logits"], back["router_aux_loss_coef"]) == (True, 0.02)
+    of_layers = replace(shape, experts=replace(shape.experts, pools_layers=False))
+    assert config_to_hf(of_layers, "float32")["output_router_logits"] is False
+    config["router_aux_loss_coef"] = 0.0
+    assert shape_from_hf(config).experts == ExpertShape(num_experts=8, top_k=2, ffn=48)
+
+
+def test_a_config_of_either_name_of_the_number_of_experts() -> None:
+    config = model_of("qwen3-moe").config.to_dict()
+    old = {**config, "num_experts": config["num_local_experts"]}
+    del old["num_local_experts"]
+    assert shape_from_hf(old) == shape_from_hf(config)
+    del config["num_local_experts"]
+    with pytest.raises(ConfigError, match="num_experts is missing"):
+        shape_from_hf(config)
+
+
+def test_theta_of_a_mixtral_that_has_none() -> None:
+    config = model_of("mixtral").config.to_dict()
+    del config["rope_parameters"]
+    assert shape_from_hf(config).rope_theta == MixtralConfig().rope_parameters["rope_theta"] == 1e6

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from folders import GPT2, edit_tensors, files_of, saved
+from folders import GPT2, edit_config, edit_tensors, files_of, saved
 from safetensors.torch import load_file, save_file
-from small_models import MODELS, model_of
+from small_models import MODELS, mixtral, model_of, olmoe, qwen2_moe, qwen3_moe
 from states import from_hf
 from torch import Tensor
 from transformers import (
@@ -34,9 +34,10 @@ from phalanx.checkpoint.sharding import file_of
 from phalanx.checkpoint.weights import open_checkpoint, sizes_of
 from phalanx.cli.main import main
 from phalanx.comm.comm import Ranks
+from phalanx.config import OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.compare import compare_logits
-from phalanx.hugging_face.config import config_to_hf
+from phalanx.hugging_face.config import config_to_hf, shape_from_hf
 from phalanx.hugging_face.convert import convert, decoder_of
 from phalanx.hugging_face.families import family_of
 from phalanx.hugging_face.folder import INDEX, WEIGHTS, write_folder
@@ -47,8 +48,26 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan
 from phalanx.storage import checksum
 from phalanx.strategy import Strategy
+from phalanx.train.job.resolve import resolve
+from phalanx.train.text import TextSession
+from small_run import small_run, tokenizer_of
 
 logging.disable_progress_bar()
+
+
+DERIVED = (
+    *("_name_or_path", "attention_bias", "head_dim", "n_inner", "max_window_layers"),
+    *("sliding_window_pattern", "_sliding_window_pattern"),
+)
+"""Options that an export states where the model of transformers has a default or another option."""
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -71,6 +90,11 @@ def test_there_and_back_is_equal_to_the_bit(name: str, tmp_path: Path) -> None:
     assert not any(found.values())
     assert type(loaded) is type(theirs)
     assert_equal(loaded.state_dict(), theirs.state_dict())
+    assert_equal(tensors_in(tmp_path / "back"), tensors_in(tmp_path / "saved"))
+    found, expected = loaded.config.to_dict(), theirs.config.to_dict()
+    assert {option: found.get(option) for option in expected if option not in DERIVED} == {
+        option: value for option, value in expected.items() if option not in DERIVED
+    }
     tokens = torch.arange(97)[None, :60]
     assert torch.equal(loaded(tokens).logits, theirs(tokens).logits)
     agreement = compare_logits(open_checkpoint(tmp_path / "ours"), tmp_path / "back", torch.float32)
@@ -82,7 +106,85 @@ def test_there_and_back_is_equal_to_the_bit(name: str, tmp_path: Path) -> None:
     assert first.shape == second.shape
     names = list(sizes_of(first.shape))
     assert_equal({n: second.read(n) for n in names}, {n: first.read(n) for n in names})
-    assert_equal(dict(decoder_of(theirs).named_parameters()), {n: first.read(n) for n in names})
+    assert_equal(decoder_of(theirs).state_dict(), {n: first.read(n) for n in names})
+
+
+WITH_EXPERTS = ("mixtral", "qwen3-moe-tied-first-dense", "qwen2-moe", "olmoe", "deepseek-v3")
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_stacked_experts_are_read_too(name: str, tmp_path: Path) -> None:
+    theirs = model_of(name)
+    theirs.save_pretrained(tmp_path / "saved", save_original_format=False)
+    assert any(name.endswith("experts.gate_up_proj") for name in tensors_in(tmp_path / "saved"))
+    convert(tmp_path / "saved", tmp_path / "ours")
+    ours = open_checkpoint(tmp_path / "ours")
+    expected = decoder_of(theirs).state_dict()
+    assert_equal({name: ours.read(name) for name in sizes_of(ours.shape)}, expected)
+
+
+def test_experts_are_read_once_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(saved(tmp_path / "saved", "olmoe"), tmp_path / "ours")
+    own, read = index.load_full, list[str]()
+
+    def load_full(file: Any, tensors: Any, name: str) -> Tensor:
+        read.append(name)
+        return own(file, tensors, name)
+
+    monkeypatch.setattr(index, "load_full", load_full)
+    convert(tmp_path / "ours", tmp_path / "back")
+    assert len(read) == len(set(read)) == len(sizes_of(open_checkpoint(tmp_path / "ours").shape))
+
+
+def take_a_step_and_save(config: TrainConfig) -> None:
+    session = TextSession(resolve(config))
+    with session.loader:
+        session.step(next(session.loader))
+        session.begin_save()
+        session.saver.finish()
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [(mixtral, "fsdp2"), (qwen3_moe, "dp1"), (qwen2_moe, "dp2"), (olmoe, "dp1")],
+)
+def test_a_run_begins_with_experts_and_is_written_back(
+    make: Callable[..., Any], strategy: str, tmp_path: Path
+) -> None:
+    theirs = make(vocab_size=300)
+    theirs.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "tokenizer.json").write_text(tokenizer_of(300))
+    config = small_run(
+        tmp_path,
+        model=str(tmp_path / "saved"),
+        shape=ShapeConfig(),
+        steps=1,
+        strategy=strategy,
+        optimizer=OptimizerConfig(lr=1e-12, warmup_steps=0),
+    )
+    run_ranks(take_a_step_and_save, Strategy.parse(strategy).num_ranks, config, threads=1)
+    assert open_checkpoint(tmp_path / "run").shape == shape_from_hf(theirs.config.to_dict())
+    done = convert(tmp_path / "run", tmp_path / "back", dtype=torch.float64)
+    assert done.family == theirs.config.model_type
+    back, expected = tensors_in(tmp_path / "back"), tensors_in(tmp_path / "saved")
+    assert back.keys() == expected.keys()
+    moved = [float((back[name] - expected[name].double()).abs().max()) for name in back]
+    assert 0 < max(moved) < 1.1e-12
+
+
+def test_experts_that_are_missing(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved", "mixtral")
+    gone = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    edit_tensors(lambda tensors: tensors.pop(gone))(folder)
+    with pytest.raises(CheckpointError, match=f"'{gone}' is missing"):
+        convert(folder, tmp_path / "ours")
+    edit_config(num_local_experts=10**6)(folder)
+    with pytest.raises(
+        CheckpointError, match=r"it has 40 tensors, fewer than the 2000000 experts of all layers"
+    ):
+        convert(folder, tmp_path / "ours")
 
 
 def test_what_is_no_model_of_transformers_is_refused() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import MODELS, SIZES, model_of
+from small_models import MODELS, SIZES, in_float64, model_of
 from states import from_hf, to_hf
 from torch import Tensor
 from transformers import (
@@ -28,20 +29,20 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.loss import IGNORE
 from phalanx.models.registry import PRESETS, shape_of
 
-
-def tolerance_of(family: str) -> float:
-    """transformers makes rotary angles, and most norms, in fp32 whatever the model's dtype."""
-    return 1e-12 if family == "gpt2" else 2e-6
+TOLERANCE = 1e-12
 
 
-def pair(name: str) -> tuple[PreTrainedModel, Decoder, float]:
+def pair(name: str) -> tuple[PreTrainedModel, Decoder]:
     """Make both models in fp64 with equal weights, no norm weight and no bias left at 1 or 0."""
-    theirs = model_of(name).double()
-    family = theirs.config.model_type
+    small = model_of(name)
+    with in_float64():  # tables of angles are made with the model
+        theirs: PreTrainedModel = type(small)(small.config).double()
+    theirs.load_state_dict(small.state_dict())
+    theirs.set_experts_implementation("eager")  # the default has no float64
     shape = shape_from_hf(theirs.config.to_dict())
     ours = Decoder(shape).double()
-    ours.load_state_dict(from_hf(theirs.state_dict(), shape, family))
-    return theirs, ours, tolerance_of(family)
+    ours.load_state_dict(from_hf(theirs.state_dict(), shape, theirs.config.model_type))
+    return theirs.eval(), ours
 
 
 def sample() -> tuple[Tensor, Tensor]:
@@ -54,10 +55,11 @@ def sample() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_logits_loss_and_gradients(name: str) -> None:
-    theirs, ours, tolerance = pair(name)
+    theirs, ours = pair(name)
     tokens_BT, labels_BT = sample()
-    expected_BTV = theirs(tokens_BT).logits
-    torch.testing.assert_close(ours(tokens_BT), expected_BTV, rtol=tolerance, atol=tolerance)
+    with in_float64():
+        expected_BTV = theirs(tokens_BT).logits
+    torch.testing.assert_close(ours(tokens_BT), expected_BTV, rtol=TOLERANCE, atol=TOLERANCE)
 
     expected = F.cross_entropy(
         expected_BTV.flatten(0, 1), labels_BT.flatten(), reduction="sum", ignore_index=IGNORE
@@ -65,24 +67,27 @@ def test_equal_logits_loss_and_gradients(name: str) -> None:
     expected.backward()
     loss = ours(tokens_BT, labels_BT)
     loss.backward()
-    torch.testing.assert_close(loss, expected, rtol=tolerance, atol=0.0)
+    torch.testing.assert_close(loss, expected, rtol=TOLERANCE, atol=0.0)
     # The gradients have the layout of their weights, so the same conversion carries them.
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    biases = [each for each in theirs.named_buffers() if each[0].endswith("correction_bias")]
+    gradients |= {name: torch.zeros_like(bias) for name, bias in biases}
     expected_gradients = from_hf(gradients, ours.shape, theirs.config.model_type)
     found = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    found |= {name: torch.zeros_like(buffer) for name, buffer in ours.named_buffers()}
     assert found.keys() == expected_gradients.keys()
     largest = max(float(gradient.abs().max()) for gradient in expected_gradients.values())
     for key, gradient in found.items():
         # The bias of GPT-2's keys has no gradient but rounding errors.
         scale = expected_gradients[key].abs().max().clamp(min=1e-5 * largest)
         torch.testing.assert_close(
-            gradient / scale, expected_gradients[key] / scale, rtol=0.0, atol=10 * tolerance
+            gradient / scale, expected_gradients[key] / scale, rtol=0.0, atol=10 * TOLERANCE
         )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_back_to_hugging_face(name: str) -> None:
-    theirs, ours, _ = pair(name)
+    theirs, ours = pair(name)
     back = to_hf(ours.state_dict(), ours.shape, theirs.config.model_type)
     state = theirs.state_dict()
     if ours.shape.tied:
@@ -92,14 +97,14 @@ def test_back_to_hugging_face(name: str) -> None:
 
 
 def test_bare_gpt2_checkpoint_with_its_old_buffers() -> None:
-    theirs, ours, _ = pair("gpt2")
+    theirs, ours = pair("gpt2")
     bare = {**theirs.transformer.state_dict(), "h.0.attn.bias": torch.ones(1, 1, 64, 64)}
     taken = from_hf(bare, ours.shape, "gpt2")
     assert all(torch.equal(taken[key], value) for key, value in ours.state_dict().items())
 
 
 def test_a_head_that_is_missing_names_the_setting_of_a_tied_one() -> None:
-    theirs, ours, _ = pair("llama")
+    theirs, ours = pair("llama")
     state = theirs.state_dict()
     del state["lm_head.weight"]
     with pytest.raises(CheckpointError, match=r"'lm_head.weight' is missing; .*to true in config"):
@@ -130,13 +135,64 @@ def test_published_configs_give_the_presets() -> None:
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }
+    mixtral_8x7b = {
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "output_router_logits": True,  # False as published: then the loss is not computed
+        "router_aux_loss_coef": 0.02,
+        "tie_word_embeddings": False,
+    }
+    qwen3_30b_a3b = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "max_window_layers": 48,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "output_router_logits": True,  # as above
+        "router_aux_loss_coef": 0.001,
+        "tie_word_embeddings": False,
+    }
     assert shape_from_hf(llama3_8b) == shape_of("llama3-8b")
+    assert shape_from_hf(mixtral_8x7b) == shape_of("mixtral-8x7b")
+    assert shape_from_hf(qwen3_30b_a3b) == shape_of("qwen3-30b-a3b")
     assert shape_from_hf(GPT2Config().to_dict()) == shape_of("gpt2-124m")
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_config_that_was_written_gives_the_shape_again(name: str) -> None:
     shape = shape_of(name)
+    if shape.experts is not None:  # no config.json has these
+        shape = replace(shape, experts=replace(shape.experts, bias_rate=0.0, z_loss=0.0))
     assert shape_from_hf(json.loads(json.dumps(config_to_hf(shape, "float32")))) == shape
 
 
@@ -155,6 +211,7 @@ def test_an_old_gemma_without_layer_types_has_the_windows_of_a_new_one() -> None
     [
         *("llama3-1b", "llama3-8b", "qwen3-0.6b", "qwen3-8b", "gpt2-124m", "mistral-7b"),
         *("qwen2.5-0.5b", "qwen2.5-7b", "olmo2-1b", "gemma3-270m"),
+        *("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-1b-7b"),
     ],
 )
 def test_transformers_makes_the_same_tensors_of_a_config(name: str) -> None:
@@ -163,15 +220,16 @@ def test_transformers_makes_the_same_tensors_of_a_config(name: str) -> None:
         config = AutoConfig.for_model(**config_to_hf(shape, "float32"))
         model = AutoModelForCausalLM.from_config(config)
     assert {name: parameter.shape for name, parameter in model.named_parameters()} == {
-        link.theirs: link.join_sizes(sizes_of(shape)) for link in table(shape, family_of(shape))
+        link.theirs: link.join_sizes(sizes_of(shape))
+        for link in table(shape, family_of(shape), is_stacked=True)
     }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_one_tensor_at_a_time_is_the_whole(name: str) -> None:
-    theirs, ours, _ = pair(name)
+    theirs, ours = pair(name)
     state, weights = theirs.state_dict(), ours.state_dict()
-    links = table(ours.shape, theirs.config.model_type)
+    links = table(ours.shape, theirs.config.model_type, is_stacked=True)
     for link in links:
         parts = link.split(state[link.theirs])
         assert all(torch.equal(weights[n], p) for n, p in zip(link.ours, parts, strict=True))
@@ -198,7 +256,7 @@ def test_unknown_configs_are_refused() -> None:
 
 
 def test_weights_that_do_not_fit_are_refused() -> None:
-    theirs, ours, _ = pair("llama")
+    theirs, ours = pair("llama")
     state = dict(theirs.state_dict())
     with pytest.raises(
         CheckpointError, match=r"the model has no 'surplus\.weight', the first of 1"

@@ -40,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     shape = ShapeConfig(
         num_layers=1, hidden=16, num_heads=2, ffn=24, vocab_size=300, max_seq_len=64
     )
-    train_decoder(small_run(folder, strategy="dp1", steps=50, shape=shape, save_every=25))
+    train_decoder(small_run(folder, strategy="dp1", steps=50, shape=shape, save="every=25"))
     early, late = (folder / f"run/checkpoints/step-000000{n}" for n in (25, 50))
     return early, late
 

@@ -43,7 +43,7 @@ def logits(runner: ModelRunner, prompt: list[int]) -> torch.Tensor:
     return runner(FlatStep(prompt[-1:], [StepSpan(at, at + 1, blocks)], [0]))[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen2-moe", "olmoe"])
 def test_the_logits_move_little(name: str) -> None:
     model, _ = twins(name)
     prompt = prompts(2)[1]
@@ -60,6 +60,27 @@ def test_the_logits_move_little(name: str) -> None:
     for each, most in zip(changed, (0.02, 0.02, 0.1), strict=True):
         error = (logits(each, prompt) - expected).abs().max() / expected.abs().max()
         assert 0 < error < most
+
+
+def test_experts_compute_with_the_rounded_weights() -> None:
+    model, _ = twins("olmoe")
+    rounded, small = copy.deepcopy(model), copy.deepcopy(model)
+    quantize_linears(small)
+    experts, expected = (
+        dict(each.named_modules())["blocks.1.mlp.experts"] for each in (small, rounded)
+    )
+    for name, parameter in expected.named_parameters():
+        q, scale = quantized(parameter.detach())
+        assert torch.equal(getattr(experts, name), q) and q.dtype == torch.int8
+        parameter.data = q * scale
+    counts_E = torch.tensor([0, 3, 1, 0, 0, 2, 4, 0])
+    rows_MD = torch.randn(10, model.shape.hidden)
+    with torch.no_grad():
+        torch.testing.assert_close(experts(rows_MD, counts_E), expected(rows_MD, counts_E))
+    routers = [
+        dict(each.named_parameters())["blocks.1.mlp.router.weight"] for each in (small, model)
+    ]
+    assert torch.equal(*routers)
 
 
 @pytest.mark.parametrize("kind", ["int8", "fp8"])

@@ -75,6 +75,20 @@ def test_a_completion_whole_and_as_a_stream(client: Client) -> None:
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 12
 
 
+def test_requests_of_a_model_with_experts_share_a_step(tmp_path: Path) -> None:
+    texts = ["Once", "upon a time", "there was", "a model of experts"]
+    with serving(published(tmp_path, of="olmoe")) as client:
+        status, whole = client.ask("/v1/completions", {"model": "hf", "prompt": texts, **GREEDY})
+        assert client.engine.counts.steps < 2 * 12
+    assert status == 200
+    _, theirs = twins("olmoe")
+    for text, choice in zip(texts, whole["choices"], strict=True):
+        ids = torch.tensor([[95, *(ord(letter) - 32 for letter in text)]])
+        tokens: Any = theirs.generate(ids, max_new_tokens=12, do_sample=False)  # pyright: ignore[reportCallIssue]
+        expected = "".join(chr(token + 32) for token in tokens[0, ids.shape[1] :] if token < 95)
+        assert choice["text"].replace(" ", "") == expected.replace(" ", "")
+
+
 def test_several_prompts_choices_tokens_and_logprobs(client: Client) -> None:
     body = {"prompt": ["Once", "upon a"], "n": 2, "seed": 3, "max_tokens": 6, "logprobs": 2}
     status, whole = client.ask("/v1/completions", body)

@@ -54,7 +54,7 @@ def words_of(host: str) -> dict[int, str]:
 def training(folder: Path, out: str, steps: int = STEPS, **more: object) -> list[str]:
     """Return the words of a small training of three data ranks, which saves every fifth step."""
     batch = BatchConfig(global_size=12, microbatch=2)
-    config = small_run(folder, batch=batch, save_every=5, **more)
+    config = small_run(folder, batch=batch, save="every=5", **more)
     values = {each.key: value_at(config, each.key) for each in settings(TrainConfig)}
     usual = {key: value_at(TrainConfig(), key) for key in values}
     changed = {key: value for key, value in values.items() if value != usual[key] and key != "out"}

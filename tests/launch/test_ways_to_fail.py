@@ -327,7 +327,7 @@ def test_a_decoder_by_itself_and_as_under_torchrun(
     command = [
         *(["phalanx", "train"] if by == "the command" else [str(script)]),
         *("--steps=5", f"--data={text}", "--device=cpu", "--threads=1"),
-        *("--shape.num-layers=1", "--shape.hidden=32", "--shape.num-heads=2", "--save-every=1"),
+        *("--shape.num-layers=1", "--shape.hidden=32", "--shape.num-heads=2", "--save=every=1"),
         *("--shape.head-dim=16", "--shape.ffn=64", "--shape.vocab-size=300", "--strategy=dp2"),
         *("--corpus.seq-len=16", f"--corpus.cache={tmp_path / 'cache'}"),
     ]

@@ -179,11 +179,11 @@ def test_the_summary_names_the_planted_cause_first(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"save_every": 3}, {"eval_every": 3}])
+@pytest.mark.parametrize("settings", [{"save": "every=3"}, {"eval_every": 3}])
 def test_a_slow_save_or_evaluation_is_no_straggler(
     settings: dict[str, int], tmp_path: Path
 ) -> None:
-    cause = "save" if "save_every" in settings else "evaluation"
+    cause = "save" if "save" in settings else "evaluation"
     assert run(tmp_path, cause, "dp2", 24, **settings).straggler is None
 
 

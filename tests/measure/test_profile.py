@@ -239,7 +239,7 @@ class Killed(Callback):
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_leaves_whole_files_and_resumes(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"steps": 5, "shape": TWO_BLOCKS, "save_every": 1}
+    settings: dict[str, Any] = {"steps": 5, "shape": TWO_BLOCKS, "save": "every=1"}
     config = small_run(tmp_path, 60, profile=OPTIONS, **settings)
     with pytest.raises(PhalanxError):
         train(config, callbacks={"killed": Killed()})

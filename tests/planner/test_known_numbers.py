@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.account.activations import activations
 from phalanx.account.count import Case, count, one_block_shape
-from phalanx.account.parameters import num_parameters
+from phalanx.account.parameters import BlockKind, num_parameters
 from phalanx.account.planned import PURE_BYTES, STATE_BYTES, decoder_step
 from phalanx.account.rank_memory import least_bytes
 from phalanx.models.registry import shape_of
@@ -76,7 +76,7 @@ def test_the_feed_forward_activations_of_llama_3() -> None:
     shape = shape_of("llama3-405b")
 
     def kept(ffn: int) -> int:
-        of_one = one_block_shape(dataclasses.replace(shape, ffn=ffn), None, 4096)
+        of_one = one_block_shape(dataclasses.replace(shape, ffn=ffn), BlockKind(None, False), 4096)
         one = Case(of_one, Strategy(), 4096, 1, "bfloat16", "cuda")
         return shape.num_layers * count(one).block
 

@@ -113,14 +113,13 @@ def test_the_best_checkpoint_stays_and_patience_ends_the_run(tmp_path: Path) -> 
     """Steps that climb: each loss is above the one before."""
     trainer = dataclasses.replace(jobs.job(), optimizer=climbing, scheduler=None, max_norm=None)
     options = phalanx.Options(
-        out=tmp_path, threads=1, save_every=2, eval_every=1, keep_checkpoints=1, best="max:loss",
-        patience=2,
+        out=tmp_path, threads=1, save="every=2,keep=1,best=max:loss", eval_every=1, patience=2,
     )  # fmt: skip
     summary = trainer.train("dp2", options)
     losses = [each.loss for each in summary.evaluations]
     assert losses == sorted(losses) and summary.steps_done == 10, "each is better by max"
     assert list(manifest.complete_checkpoints(tmp_path)) == [10]
-    down = dataclasses.replace(options, out=tmp_path / "down", best="min:loss")
+    down = dataclasses.replace(options, out=tmp_path / "down", save="every=2,keep=1,best=min:loss")
     first = dataclasses.replace(trainer, steps=1).train("dp2", down)
     assert first.best is not None and "after step 0" in first.best
     resumed = trainer.train("dp2", dataclasses.replace(down, resume=True))
@@ -137,7 +136,7 @@ def test_the_best_in_the_middle_outlives_later_ones(tmp_path: Path) -> None:
         jobs.job(), optimizer=descending, scheduler=turning, max_norm=None, epochs=2
     )
     options = phalanx.Options(
-        out=tmp_path, threads=1, save_every=4, eval_every=1, keep_checkpoints=1, best="min:loss"
+        out=tmp_path, threads=1, save="every=4,keep=1,best=min:loss", eval_every=1
     )
     summary = trainer.train("dp1", options)
     losses = {each.step: each.loss for each in summary.evaluations}
@@ -156,12 +155,11 @@ def turning(optimizer: Any) -> Any:
 
 
 def test_a_measure_that_no_evaluation_has_is_named(tmp_path: Path) -> None:
-    options = phalanx.Options(out=tmp_path, threads=1, best="max:accuracy")
+    options = phalanx.Options(out=tmp_path, threads=1, save="best=max:accuracy")
     with pytest.raises(ConfigError, match="an evaluation measures loss; expected one of these"):
         jobs.job().train("dp1", options)
-    options = phalanx.Options(out=tmp_path / "again", threads=1, best="accuracy")
     with pytest.raises(ConfigError, match="expected min: or max: and a measure"):
-        jobs.job().train("dp1", options)
+        phalanx.Options(out=tmp_path / "again", threads=1, save="best=accuracy")
 
 
 def test_a_callback_is_saved_with_the_run_and_resumed(tmp_path: Path) -> None:
@@ -203,7 +201,7 @@ def record(kind, values):
 def test_text_has_them_too(tmp_path: Path) -> None:
     (tmp_path / "kinds_of_records.py").write_text(RECORD)
     config = small_run(
-        tmp_path, strategy="dp2", steps=3, eval_every=1, best="min:bits_per_byte", patience=50,
+        tmp_path, strategy="dp2", steps=3, eval_every=1, save="best=min:bits_per_byte", patience=50,
         log_to=f"{tmp_path}/kinds_of_records.py:record",
     )  # fmt: skip
     told, logged = tmp_path / "told", tmp_path / "logged"

@@ -157,7 +157,9 @@ def fitted(strategies: Sequence[str], out: Path) -> list[list[float]]:
         trainer = dataclasses.replace(
             jobs.job(), build=jobs.dropping_of_doubles, steps=2 * number + 4
         )
-        options = phalanx.Options(out=out, threads=1, eval_every=2, save_every=3, resume=number > 0)
+        options = phalanx.Options(
+            out=out, threads=1, eval_every=2, save="every=3", resume=number > 0
+        )
         done = traced(train_module, trainer, Strategy.parse(strategy), options)
         found.append([*done.losses, *(loss for loss in [each.loss for each in done.evaluations])])
     return found
@@ -197,7 +199,7 @@ def fitted_by_one(strategies: Sequence[str], out: Path) -> list[list[float]]:
 def test_train(tmp_path: Path, strategies: Sequence[str]) -> None:
     """Each strategy after the first resumes from the checkpoint of the one before."""
     shape = dataclasses.replace(SHAPE, num_layers=4, num_kv_heads=None)
-    config = small_run(tmp_path, 100, shape=shape, save_every=2, eval_every=3)
+    config = small_run(tmp_path, 100, shape=shape, save="every=2", eval_every=3)
     for strategy in strategies:
         ranks = Strategy.parse(strategy).num_ranks
         steps = len(losses(tmp_path / "run")) + 2 if config.resume else 2

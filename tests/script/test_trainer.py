@@ -135,7 +135,7 @@ def test_a_pass_may_leave_out_its_last_batch(tmp_path: Path) -> None:
 def test_a_run_resumes_from_the_checkpoint_of_most_steps(tmp_path: Path) -> None:
     """By number: as text, 9 comes after 10."""
     trainer = dataclasses.replace(jobs.job(), validation=None, steps=10)
-    options = phalanx.Options(out=tmp_path, threads=1, save_every=9)
+    options = phalanx.Options(out=tmp_path, threads=1, save="every=9")
     trainer.train("dp1", options)
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 2
     longer = dataclasses.replace(trainer, steps=11)
@@ -285,12 +285,13 @@ def fit_otherwise(folder: Path) -> None:
     """Train as a rank does to which torchrun on another host has given other settings."""
     rank = dist.get_rank()
     trainer = dataclasses.replace(jobs.job(), validation=None, steps=1 + rank)
-    train_module(trainer, Strategy.parse("dp2"), phalanx.Options(out=folder, save_every=rank))
+    train_module(trainer, Strategy.parse("dp2"), phalanx.Options(out=folder, save=f"every={rank}"))
 
 
 def test_ranks_of_other_settings_are_named(tmp_path: Path) -> None:
     differ = (
-        r"differ in steps \(1 on rank 0, 2 on rank 1\); save_every \(0 on rank 0, 1 on rank 1\)"
+        r"differ in steps \(1 on rank 0, 2 on rank 1\); "
+        r"save \(every=0 on rank 0, every=1 on rank 1\)"
     )
     with pytest.raises(ConfigError, match=differ):
         run_ranks(fit_otherwise, 2, tmp_path, threads=1)
@@ -324,7 +325,7 @@ def test_a_job_that_is_killed_says_what_stands_and_the_command_that_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = f"phalanx train --script {Path(__file__).parent}/jobs.py:dying"
-    words = f"--strategy dp2 --save-every 1 --threads 1 --out {tmp_path}"
+    words = f"--strategy dp2 --save every=1 --threads 1 --out {tmp_path}"
     assert main([*command.split()[1:], *words.split()]) == 1
     said = capsys.readouterr().err.splitlines()
     # The last was being written.

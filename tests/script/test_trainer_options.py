@@ -87,13 +87,13 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def test_the_latest_checkpoints_are_kept(tmp_path: Path) -> None:
-    options = phalanx.Options(out=tmp_path, threads=1, save_every=1, keep_checkpoints=2)
+    options = phalanx.Options(out=tmp_path, threads=1, save="every=1,keep=2")
     job().train("dp2", options)
     assert steps_in(tmp_path) == [4, 5]
 
 
 def test_a_checkpoint_by_the_clock_is_replaced_by_the_next(tmp_path: Path) -> None:
-    options = phalanx.Options(out=tmp_path, threads=1, save_every_minutes=1e-9, save_every=4)
+    options = phalanx.Options(out=tmp_path, threads=1, save="every=4,minutes=1e-9")
     job().train("dp1", options)
     assert steps_in(tmp_path) == [4, 5]
 

@@ -25,9 +25,9 @@ def test_what_a_trainer_is_told_is_checked_at_once(case: str) -> None:
 
 
 @pytest.mark.parametrize(("option", "words"), [
-    ({"save_every": -1}, "phalanx.Options: save_every is -1; expected at least 0"),
+    ({"save": "every=-1"}, "phalanx.Options: save: every is -1; expected at least 0"),
     ({"eval_every": 1.5}, "eval_every is 1.5; expected a whole number"),
-    ({"save_every_minutes": float("inf")}, "save_every_minutes is inf"),
+    ({"save": "minutes=inf"}, "save: minutes is inf"),
     ({"device": "gpu"}, "device is 'gpu'; expected one of auto, cpu, cuda"),
     ({"threads": 0}, "threads is 0; expected at least 1"),
     ({"threads": 10**9}, "the nearest is 4096"),

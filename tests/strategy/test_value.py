@@ -118,7 +118,7 @@ def test_axes_are_read_by_name() -> None:
     strategy = Strategy.parse("dp4:ssp/3,tp8:2.5d/2")
     assert strategy.dp == Axis(4, "ssp", 3)
     assert (strategy.tp.degree, strategy.tp.kind, strategy.tp.option) == (8, "2.5d", 2)
-    assert [name for name, _ in strategy.axes()] == ["pp", "dp", "fsdp", "cp", "tp"]
+    assert [name for name, _ in strategy.axes()] == ["pp", "dp", "fsdp", "cp", "ep", "tp"]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,8 @@ def test_a_shrunk_strategy_is_legal_and_grows_with_the_ranks(
     try:
         require_built(strategy)
     except StrategyError:
-        strategy = dataclasses.replace(strategy, dp=Axis(strategy.dp.degree, "bucketed"))
+        plain = Axis(strategy.dp.degree, "bucketed")
+        strategy = dataclasses.replace(strategy, dp=plain, ep=Strategy.ep)
     rows = share * strategy.data_ranks if has_rows else None
     fewer, more = (shrunk(strategy, number, rows) for number in (num_ranks, num_ranks + 1))
     require_built(fewer)
@@ -292,7 +293,7 @@ def test_a_shrunk_strategy_is_legal_and_grows_with_the_ranks(
     assert fewer.recompute == strategy.recompute
     assert rows is None or rows % fewer.data_ranks == 0
     assert shrunk(strategy, strategy.num_ranks, rows) == strategy
-    if num_ranks >= strategy.num_ranks // strategy.data_ranks:
+    if num_ranks >= strategy.num_ranks // (strategy.dp.degree * strategy.fsdp.degree):
         data = {"dp": strategy.dp, "fsdp": strategy.fsdp}
         assert dataclasses.replace(fewer, **data) == strategy
 

@@ -88,7 +88,7 @@ def test_the_loss_is_of_the_answers_alone_under_any_strategy(tmp_path: Path) -> 
         out = str(tmp_path / strategy)
         job = resolve(dataclasses.replace(config, strategy=strategy, out=out))
         assert run_ranks(trained, 2, job, threads=1)[0] == pytest.approx(expected, rel=1e-9)
-    part = resolve(dataclasses.replace(config, save_every=2, out=str(tmp_path / "part")))
+    part = resolve(dataclasses.replace(config, save="every=2", out=str(tmp_path / "part")))
     run_ranks(trained, 2, part, threads=1)
     middle = str(manifest.folder_of(part.out, 2))
     resumed: dict[str, Any] = {"resume": middle, "out": str(tmp_path / "rest"), "strategy": "fsdp2"}

@@ -64,7 +64,7 @@ def run_compiled(folder: Path, phase: str, **settings: Any) -> TrainConfig:
     `phase` is the phase of a step in which data parallelism sends.
     """
     config = small_run(
-        folder, steps=6, save_every=2, eval_every=3, compile=True, precision="float32", **settings
+        folder, steps=6, save="every=2", eval_every=3, compile=True, precision="float32", **settings
     )
     found = run_ranks(graphs_run, 2, resolve(config), threads=1)
     assert max(LEDGER_STEP, MEMORY_STEP) < 6  # both are among the steps

@@ -35,7 +35,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
         num_lines=600,
         steps=6,
         seed=5,
-        save_every=3,
+        save="every=3",
         optimizer=OptimizerConfig(lr=1e-2),
     )
 
@@ -142,7 +142,7 @@ def test_a_run_goes_on_from_a_checkpoint(
 ) -> None:
     middle = Path(whole["paths"]["checkpoint"]).with_name("step-00000003")
     again = dataclasses.replace(
-        config, resume=str(middle), out=str(tmp_path), strategy=strategy, save_every=0
+        config, resume=str(middle), out=str(tmp_path), strategy=strategy, save="every=0"
     )
     train(again)
     expected = losses(config.out)[3:]
@@ -178,7 +178,7 @@ def test_an_epoch_takes_each_sample_once_with_an_uneven_end(
     config: TrainConfig, tmp_path: Path
 ) -> None:
     one_epoch = dataclasses.replace(
-        config, steps=None, epochs=0.05, strategy="dp2", out=str(tmp_path), save_every=0
+        config, steps=None, epochs=0.05, strategy="dp2", out=str(tmp_path), save="every=0"
     )
     train(one_epoch)
     taken = records(tmp_path, "step")

@@ -2,6 +2,7 @@
 
 import torch.distributed as dist
 
+from phalanx.config.save_policy import SavePolicy
 from phalanx.launch.heartbeat import PULSE
 from phalanx.launch.local import run_ranks
 from phalanx.train.pace import StopAndSaveSync
@@ -9,10 +10,10 @@ from phalanx.train.pace import StopAndSaveSync
 STEP_S = 0.25
 
 
-def decisions(num_steps: int, save_every_s: float, stop_at: int) -> list[tuple[int, bool, int]]:
+def decisions(num_steps: int, minutes: float, stop_at: int) -> list[tuple[int, bool, int]]:
     """Take steps of which each is a quarter of a second long, but on rank 1's clock an hour."""
     now_s = 0.0
-    pace = StopAndSaveSync(save_every_s, dist.get_rank() == 0, clock=lambda: now_s)
+    pace = StopAndSaveSync(SavePolicy(minutes=minutes), dist.get_rank() == 0, clock=lambda: now_s)
     made: list[tuple[int, bool, int]] = []
     for step in range(1, num_steps + 1):
         now_s += STEP_S if dist.get_rank() == 0 else 3600.0
@@ -28,7 +29,7 @@ def decisions(num_steps: int, save_every_s: float, stop_at: int) -> list[tuple[i
 
 
 def test_all_ranks_save_and_stop_after_the_same_step() -> None:
-    first, second = run_ranks(decisions, 2, 100, 10.0, 60, threads=1)
+    first, second = run_ranks(decisions, 2, 100, 1 / 6, 60, threads=1)
     assert first == second
     saves = [step for step, is_save_due, _ in first if is_save_due]
     # Compared after steps 1, 5, 9, ...; 41, when it is first due, is while a save is under way.

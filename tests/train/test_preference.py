@@ -98,7 +98,7 @@ def loss_of_the_second_step(job: Job) -> float:
 
 
 def test_the_loss_is_of_pairs_against_the_initial_weights(tmp_path: Path) -> None:
-    job = resolve(pair_run(tmp_path, strategy="dp1", steps=2, save_every=1))
+    job = resolve(pair_run(tmp_path, strategy="dp1", steps=2, save="every=1"))
     assert "16 pairs, of the layout preference" in words_of(job)[1]
     losses, (first, last) = run_ranks(trained, 1, job, threads=1)[0]
     assert losses == pytest.approx([np.log(2), loss_of_the_second_step(job)], rel=1e-9)
@@ -147,7 +147,7 @@ def test_losses_are_those_of_one_process_under_any_strategy(tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_a_resume_reads_the_reference_of_the_run(tmp_path: Path) -> None:
-    config = pair_run(tmp_path, strategy="dp2", save_every=2)
+    config = pair_run(tmp_path, strategy="dp2", save="every=2")
     expected = run_ranks(trained, 2, resolve(config), threads=1)[0][0]
     middle = str(manifest.folder_of(tmp_path / "run", 2))
     (tmp_path / "tiny").rename(tmp_path / "gone")

@@ -56,7 +56,7 @@ def run(folder: Path, strategy: str, name: str, **settings: object) -> list[floa
 def moved_by_rows(folder: Path) -> tuple[list[float], str]:
     """Train with an embedding that moves by rows; return losses, and the checkpoint of step 3."""
     more = {"server": BY_ROWS, "shape": UNTIED}
-    whole = run(folder, "dp2:ps", "whole", steps=6, save_every=3, **more)
+    whole = run(folder, "dp2:ps", "whole", steps=6, save="every=3", **more)
     return whole, str(manifest.complete_checkpoints(folder / "whole")[3])
 
 
@@ -68,7 +68,7 @@ def test_synchronous_workers_take_the_step_of_one_process_and_resume(
 ) -> None:
     alone = run(tmp_path, "dp1", "alone", steps=6)
     groups = ServerConfig(groups=2)
-    ours = run(tmp_path, "dp2:ps", "served", steps=6, save_every=3, server=groups)
+    ours = run(tmp_path, "dp2:ps", "served", steps=6, save="every=3", server=groups)
     torch.testing.assert_close(ours, alone, rtol=1e-12, atol=0)
     logs = (tmp_path / "served" / "logs").glob("*.log")
     assert connections("".join(log.read_text() for log in logs)) == allowed_connections([0, 1])
@@ -87,7 +87,7 @@ def test_synchronous_workers_take_the_step_of_one_process_and_resume(
 @pytest.mark.fresh_ranks
 def test_workers_of_rounds_resume_as_if_there_had_been_no_pause(tmp_path: Path) -> None:
     """Outer momentum, and the moments of each worker, are in the checkpoint."""
-    whole = run(tmp_path, "dp2:local/2", "whole", steps=8, save_every=4)
+    whole = run(tmp_path, "dp2:local/2", "whole", steps=8, save="every=4")
     middle = str(manifest.complete_checkpoints(tmp_path / "whole")[4])
     again = run(tmp_path, "dp2:local/2", "again", steps=8, resume=middle)
     assert again == whole[4:]
@@ -138,7 +138,7 @@ def test_servers_of_another_rule_resume_as_if_there_had_been_no_pause(
     rule: Literal["sgd", "momentum"], tmp_path: Path
 ) -> None:
     server = ServerConfig(rule=rule)
-    whole = run(tmp_path, "dp2:ps", "whole", steps=6, save_every=3, server=server)
+    whole = run(tmp_path, "dp2:ps", "whole", steps=6, save="every=3", server=server)
     middle = str(manifest.complete_checkpoints(tmp_path / "whole")[3])
     again = run(tmp_path, "dp2:ps", "again", steps=6, resume=middle, server=server)
     assert again == whole[3:] and whole[-1] < whole[0]
@@ -273,7 +273,7 @@ def test_a_checkpoint_is_written_by_the_worker_that_replaces_the_one_lost_before
     tmp_path: Path,
 ) -> None:
     """Losing worker 0 changes no byte of any checkpoint, of the last step or of one before."""
-    settings: dict[str, Any] = {"strategy": "dp2:ps", "steps": 3, "save_every": 2}
+    settings: dict[str, Any] = {"strategy": "dp2:ps", "steps": 3, "save": "every=2"}
     found = list[list[str]]()
     for name, lost in (("whole", ()), ("again", (2, 3))):
         job = resolve(small_run(tmp_path, out=str(tmp_path / name), **settings))
@@ -329,7 +329,7 @@ def test_a_checkpoint_that_was_due_is_written_after_the_next_step(
     """No step lacks its record, and no checkpoint has weights of two steps."""
     found = list[list[float]]()
     for name, work in (("plain", read_once), ("again", disturbed)):
-        more: dict[str, Any] = {"strategy": "dp2:ps", "steps": 4, "save_every": 2}
+        more: dict[str, Any] = {"strategy": "dp2:ps", "steps": 4, "save": "every=2"}
         job = resolve(small_run(tmp_path, out=str(tmp_path / name), **more))
         run_ranks(work, 1, job, threads=1)
         assert list(manifest.complete_checkpoints(job.out)) == [2 if name == "plain" else 3, 4]
@@ -357,7 +357,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
 def test_rounds_end_by_a_signal_after_one_that_is_saved(tmp_path: Path) -> None:
     """Workers hear the signal at different steps of a round, whose end waits for all of them."""
     batch = BatchConfig(global_size=12, microbatch=2)
-    more = {"strategy": "dp2:local/4", "save_every_minutes": 60.0, "timeout_s": 60.0}
+    more = {"strategy": "dp2:local/4", "save": "minutes=60", "timeout_s": 60.0}
     config = small_run(tmp_path, steps=100_000, batch=batch, **more)
     out, is_over = Path(str(config.out)), threading.Event()
 

@@ -76,7 +76,7 @@ def best_of(job: Job, measured: list[float]) -> int:
 
 
 def test_an_evaluation_of_weights_that_were_not_saved_is_not_the_best(tmp_path: Path) -> None:
-    job = resolve(small_run(tmp_path, strategy="dp1", steps=4, eval_every=1, best="min:loss"))
+    job = resolve(small_run(tmp_path, strategy="dp1", steps=4, eval_every=1, save="best=min:loss"))
     (step,) = run_ranks(best_of, 1, job, [9.0, 4.0, 1.0, 2.0, 3.0], threads=1)
     assert step == 3 and {3, 4} <= manifest.complete_checkpoints(job.out).keys()
 

@@ -33,7 +33,7 @@ from small_run import losses, small_run
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
     folder = tmp_path_factory.mktemp("stopped")
-    return small_run(folder, steps=100_000, strategy="dp2", save_every_minutes=60)
+    return small_run(folder, steps=100_000, strategy="dp2", save="minutes=60")
 
 
 @pytest.fixture(autouse=True)

@@ -101,7 +101,7 @@ def _skips_last_block(right: Any) -> Any:
 
 
 def _keys_by_stage(right: Any) -> Any:
-    def wrong(blocks: Any, x: Any, angles: Any, documents: Any, keys: Any) -> Any:
+    def wrong(blocks: Any, x: Any, angles: Any, documents: Any, keys: Any, *_: Any) -> Any:
         for index, block in enumerate(blocks):
             of_block = None if keys is None else layer_keys(keys, index)
             x = block(x, angles[block.has_window], documents, of_block)

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.account.count import Case, Device, count, one_block_shape
+from phalanx.account.parameters import block_kinds
 from phalanx.account.planned import DecoderModel, InFlight, PlannedStep
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.cut import cut_of, schedule_of
@@ -61,6 +62,8 @@ class Activations:
     block_peak: int = 0
     """Peak in the backward of a block, in addition to bytes that blocks saved; includes
     `recomputed` and `gradient`."""
+    shares: tuple[int, ...] = ()
+    """Each block's part of `blocks`, in any unit: blocks with experts save other bytes."""
 
     @property
     def kept(self) -> int:
@@ -91,6 +94,7 @@ def activations(
     device: Device = "cpu",
     has_documents: bool = False,
     has_casts: bool | None = None,
+    imbalance: float = 1.0,
 ) -> Activations:
     """Count the activation bytes of one rank; see [Note: What a rank holds].
 
@@ -104,6 +108,7 @@ def activations(
         has_documents: whether a sequence packs several documents.
         has_casts: whether blocks cast their weights where they use them; None means True if
             neither tp nor fsdp splits the model.
+        imbalance: rows of the rank of ep whose experts get the most, as a multiple of the mean.
 
     Raises:
         StrategyError: the strategy cannot split a block, or a segment exceeds the model.
@@ -117,19 +122,23 @@ def activations(
         has_documents=has_documents,
         has_casts=is_plain if has_casts is None else has_casts,
     )
-    windows = [shape.window_of(number) for number in range(shape.num_layers)]
-    of_window = {
+    kinds = block_kinds(shape)
+    of_kind = {
         each: count(dataclasses.replace(case, shape=one_block_shape(shape, each, seq_len)))
-        for each in dict.fromkeys(windows)
+        for each in dict.fromkeys(kinds)
     }
-    counted = [of_window[window] for window in windows]
-    first, blocks = counted[0], [each.block for each in counted]
-    held, again = sum(blocks), max(each.recompute for each in counted)
-    block_at_work = first.block_at_work
+    counted = [of_kind[kind] for kind in kinds]
+    more = _busiest_rows(case, imbalance)
+    blocks = [
+        each.block + more * kind.has_experts for kind, each in zip(kinds, counted, strict=True)
+    ]
+    first, held, shares = counted[0], sum(blocks), blocks
+    again = max(each.recompute for each in counted)
+    block_at_work = max(each.block_at_work for each in counted)
     segment_size = strategy.recompute.segment_size(shape.num_layers)
     if segment_size is not None:
         starts = range(0, shape.num_layers, segment_size)
-        held = len(starts) * first.stream
+        held, shares = len(starts) * first.stream, [1] * shape.num_layers
         again = max(sum(blocks[at : at + segment_size]) for at in starts) - first.stream
         block_at_work += again
     item_bytes = max(4, getattr(torch, precision).itemsize)
@@ -145,7 +154,23 @@ def activations(
         head_peak=max(first.head, first.head_at_work),
         tied=tied,
         block_peak=block_at_work,
+        shares=tuple(shares),
     )
+
+
+def _busiest_rows(case: Case, imbalance: float) -> int:
+    """Return the bytes that experts save of the rows that a rank of ep gets beyond the mean.
+
+    Of a row an expert saves its input, four inner activations (gate, up, silu and their product),
+    and its output, which the router's weight multiplies.
+    """
+    experts = case.shape.experts
+    if experts is None or case.strategy.ep.degree == 1:
+        return 0
+    tokens = case.num_sequences * case.seq_len // case.strategy.sample_shards
+    row = 2 * case.shape.hidden + 4 * experts.ffn // case.strategy.tp.degree
+    more = (imbalance - 1) * tokens * experts.top_k * row
+    return int(more * getattr(torch, case.precision).itemsize)
 
 
 def _ring_buffers(case: Case) -> int:
@@ -159,7 +184,11 @@ def _ring_buffers(case: Case) -> int:
     # With two ranks, no gradient is computed while another is sent.
     num_gradients = 3 if ranks == 2 else 4
     passing = 2 * pair * item_bytes + num_gradients * pair * max(4, item_bytes)
-    freed = (2 if shape.mlp == "gelu" else 4) * shape.ffn * item_bytes
+    inner = shape.ffn
+    if (experts := shape.experts) is not None:
+        of_experts = experts.top_k * experts.ffn + experts.shared_ffn
+        inner = min(inner, of_experts) if experts.first_dense else of_experts
+    freed = (2 if shape.mlp == "gelu" else 4) * inner * item_bytes
     return max(0, passing - freed) * num_held * case.num_sequences // tp.degree
 
 
@@ -189,10 +218,10 @@ def peak_on_rank(
     #     last           inputs, blocks, head               the larger peak, head's or block's
     kept, at_work = list[int](), list[int]()
     for links in cut:
-        num_blocks = sum(0 < link <= num_layers for link in links)
+        share = sum(of.shares[link - 1] for link in links if 0 < link <= num_layers)
         # A stage saves its inputs, its blocks, and at its end what the head saves, or the sent
         # output, which is as large as its gradient.
-        held = of.blocks * num_blocks // num_layers + of.inputs
+        held = of.blocks * share // sum(of.shares) + of.inputs
         if num_layers + 1 in links:
             kept.append(held + of.head)
             at_work.append(held + max(of.head_peak, of.block_peak + of.ring_buffers))
@@ -259,6 +288,7 @@ def in_flight(
             device="cpu" if device == "cpu" else "cuda",
             has_documents=model.has_documents,
             has_casts=has_casts,
+            imbalance=model.imbalance,
         )
         head = of.head_peak
         if logit_bytes:
@@ -278,12 +308,16 @@ def in_flight(
     item_bytes = getattr(torch, model.precision).itemsize
     head_casts = shape.vocab_size * shape.hidden * item_bytes // tp if item_bytes < 4 else 0
     ranks: list[InFlight] = []
-    alike: dict[tuple[tuple[int, bool, bool], ...], int] = {}
+    alike: dict[tuple[tuple[int, int, bool, bool], ...], int] = {}
+    with_experts = [link for link, kind in enumerate(block_kinds(shape), 1) if kind.has_experts]
     last = shape.num_layers + 1
     for pp_rank in range(strategy.pp.degree):
         stages = schedule.stages_of(pp_rank) if schedule is not None else ()
         cuts = [cut[stage] for stage in stages] if cut is not None else []
-        parts = tuple((len(links), 0 in links, last in links) for links in cuts)
+        parts = tuple(
+            (len(links), len({*links}.intersection(with_experts)), 0 in links, last in links)
+            for links in cuts
+        )
         most, without_casts, without_logits = (
             peak_on_rank(of, shape.num_layers, cut, schedule, pp_rank)
             for of in (cast, uncast, dataclasses.replace(uncast, head_peak=uncast.head))

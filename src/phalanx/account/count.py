@@ -41,6 +41,7 @@ from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from phalanx.account.parameters import BlockKind
 from phalanx.account.recorder import MetaRecorder, Operation, storage_id, tensors_in
 from phalanx.comm.dry_run import CountingComm
 from phalanx.models import kernels
@@ -102,15 +103,17 @@ class BlockBytes(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def one_block_shape(shape: ModelShape, window: int | None, seq_len: int) -> ModelShape:
-    """Return a decoder of one block, equal to the blocks of `shape` whose window is `window`."""
+def one_block_shape(shape: ModelShape, kind: BlockKind, seq_len: int) -> ModelShape:
+    """Return a decoder of one block, equal to the blocks of `shape` of this kind."""
+    experts = shape.experts if kind.has_experts else None
     return dataclasses.replace(
         shape,
         num_layers=1,
         max_seq_len=max(seq_len, shape.max_seq_len),
-        window=window,
+        window=kind.window,
         full_every=None,
-        window_theta=None if window is None else shape.window_theta,
+        window_theta=None if kind.window is None else shape.window_theta,
+        experts=experts and dataclasses.replace(experts, first_dense=0),
     )
 
 
@@ -179,14 +182,23 @@ def work_of(case: Case) -> Work:
     whole, num, parts = _count(one), case.num_sequences, strategy.sample_shards
     if num == parts:
         return whole
-    return Work(*(tuple(_of_rows(op, one.seq_len, num, parts) for op in part) for part in whole))
+    return Work(*(tuple(_of_rows(op, one, num, parts) for op in part) for part in whole))
 
 
-def _of_rows(of: Operation, num_tokens: int, num_sequences: int, parts: int) -> Operation:
+def _tokens_of(of: Operation, case: Case) -> int:
+    """Return the tokens of a row that a product multiplies; of grouped products, those of each."""
+    if of.groups == 1:
+        return case.seq_len
+    assert case.shape.experts is not None
+    return -(-case.seq_len * case.shape.experts.top_k // of.groups)
+
+
+def _of_rows(of: Operation, case: Case, num_sequences: int, parts: int) -> Operation:
     """Scale an operation with the number of tokens; in a product, the size that counts tokens."""
     if of.reads_only_weights:
         return of
     rows, columns, inner = of.product
+    num_tokens = _tokens_of(of, case)
     if rows:
         # Tokens T are the rows of a product in forward and of an input's gradient, and the inner
         # size in the gradient of a weight:
@@ -195,19 +207,18 @@ def _of_rows(of: Operation, num_tokens: int, num_sequences: int, parts: int) -> 
         #     dx = dy W'      [T, O] x [O, I]      rows  T
         #     dW = x' dy      [I, T] x [T, O]      inner T
         by_rows = rows == num_tokens or inner != num_tokens
-        size = (rows if by_rows else inner) * num_sequences // parts
+        size = -(-(rows if by_rows else inner) * num_sequences // parts)
         product = (size, columns, inner) if by_rows else (rows, columns, size)
         rows, columns, inner = product
         item_bytes = of.num_bytes / _elements(of.product)
         num_bytes = int(item_bytes * _elements(product))
     else:
         product, num_bytes = of.product, of.num_bytes * num_sequences // parts
-    return Operation(
-        of.name,
-        of.flops * num_sequences // parts,
-        num_bytes,
-        product,
-        of.scores * num_sequences // parts,
+    return of._replace(
+        flops=of.flops * num_sequences // parts,
+        num_bytes=num_bytes,
+        product=product,
+        scores=of.scores * num_sequences // parts,
     )
 
 
@@ -235,7 +246,8 @@ def _count(case: Case) -> Work:
         inputs = [*tensors_in(arguments)]
         is_of_weights = all(storage_id(x) in weights for x in inputs if x.ndim)
         rows, _, inner = operation.product
-        if is_of_weights or (inner == case.seq_len and rows != inner):  # a weight's gradient
+        num_tokens = _tokens_of(operation, case)
+        if is_of_weights or (inner == num_tokens and rows != inner):  # a weight's gradient
             weights.update((storage_id(x), x) for x in tensors_in(results))
         return operation._replace(reads_only_weights=is_of_weights and bool(inputs))
 
@@ -288,8 +300,11 @@ def _run(
         args[0].register_hook(functools.partial(recorder.enter, "backward"))
 
     block.forward = MethodType(forward, block)
-    comm = CountingComm(case.strategy.mesh_axes(), device=case.device)
-    Plan(case.strategy, model, compute=compute).apply(comm)
+    strategy = case.strategy
+    if case.shape.experts is None:  # ep splits only blocks with experts
+        strategy = dataclasses.replace(strategy, ep=Strategy.ep)
+    comm = CountingComm(strategy.mesh_axes(), device=case.device)
+    Plan(strategy, model, compute=compute).apply(comm)
     model.norm.register_forward_pre_hook(enter_head)
     if weights is not None:
         weights |= {storage_id(_local(p)): _local(p) for p in model.parameters()}

@@ -4,13 +4,18 @@
 - One multiply-add is 2 FLOPs. Only matrix products count: norms, activations, biases, rotary
   embedding, softmax, the loss and the optimizer do not (PaLM, arXiv 2204.02311, appendix B).
 - The embedding is a look-up: 0. The output projection is a product, tied or not.
+- Of experts, those that a token visits count: the router's product, `top_k` experts and the shared
+  expert. So FLOPs follow the active parameters, and MFU and HFU of such a model are by them
+  (DeepSeek-AI, DeepSeek-V3, 2024, section 4.2, counts so). Every selection counts, one that a
+  capacity drops too. Sorting rows by expert and summing them are no products.
 - A linear layer costs 2 x (weights of its matrix) a token forward. Tokens are all positions of the
   batch, padding included, because the hardware multiplies padding too.
 - Attention multiplies queries with keys and probabilities with values: 4 x head_dim for each head
-  and pair of positions, forward. `full` counts all T x T pairs of a sequence, as PaLM does and as
-  an unmasked product executes. `causal` counts the pairs that the causal mask allows, T (T + 1) / 2
-  or fewer in a block with a window, as a fused kernel that skips masked pairs executes.
-  Document masks are not subtracted.
+  and pair of positions, forward. In latent attention queries are wider than values: it is
+  2 x (plain_dim + rope_dim + value_dim), and projections down and up are linear layers. `full`
+  counts all T x T pairs of a sequence, as PaLM does and as an unmasked product executes. `causal`
+  counts the pairs that the causal mask allows, T (T + 1) / 2 or fewer in a block with a window, as
+  a fused kernel that skips masked pairs executes. Document masks are not subtracted.
 - Grouped-query attention shares keys and values, not products: query heads count.
 - Backward is exactly twice forward: one product for the input gradient, one for the weight gradient
   (in attention, one for each operand). The first layer counts in full, because its input is a
@@ -27,13 +32,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from phalanx.account.count import Case, Work, one_block_shape, product_flops, work_of
-from phalanx.account.parameters import num_parameters
+from phalanx.account.parameters import BlockKind, block_kinds, num_parameters
 from phalanx.errors import ConfigError
 from phalanx.models.shape import ModelShape, causal_pairs
+from phalanx.models.weights import pair_width
 from phalanx.strategy import Recompute, Strategy
 
 Attention = Literal["causal", "full"]
@@ -97,23 +104,36 @@ def step_flops(
             f"FLOPs of a step: seq_len is {seq_len} and num_sequences {num_sequences}; they must "
             "be at least 1 and 0"
         )
-    windows = [shape.window_of(block) for block in range(shape.num_layers)]
-    num_pairs = num_sequences * sum(attention_pairs(seq_len, attention, w) for w in windows)
-    all_attention = 4 * num_pairs * shape.num_heads * shape.head_dim
-    once = _of_sequence(shape, seq_len, "none")
+    kinds = Counter(block_kinds(shape))
+    num_pairs = num_sequences * sum(
+        num * attention_pairs(seq_len, attention, kind.window) for kind, num in kinds.items()
+    )
+    all_attention = 2 * num_pairs * shape.num_heads * pair_width(shape)
+    # Blocks with windows have the same weights as others: one kind with experts, one without.
+    blocks = [kind._replace(window=None) for kind in block_kinds(shape)]
+    once = {kind: _of_sequence(shape, kind, seq_len, "none") for kind in dict.fromkeys(blocks)}
+    forward = {kind: product_flops(work.block) for kind, work in once.items()}
     # The loss computes its gradients in forward: one of the head's three products is forward. A
     # frozen head has two.
     num_products = 3 if shape.lora is None else 2
-    forward_flops, head_flops = product_flops(once.block), product_flops(once.head) // num_products
-    block, head = num_sequences * forward_flops, num_sequences * head_flops
+    head = product_flops(once[blocks[0]].head) // num_products
+    of_blocks = sum(forward[kind] for kind in blocks)
     segment_size = recompute.segment_size(shape.num_layers)
     recomputed = 0
     if segment_size is not None:
-        again = product_flops(_of_sequence(shape, seq_len, "full").recompute)
-        last = num_sequences * (forward_flops - again)
-        num_segments = -(-shape.num_layers // segment_size)
-        recomputed = shape.num_layers * block + all_attention - num_segments * last
-    linear, frozen = shape.num_layers * block + head, 0
+        # The last product of a segment is not run again: of each kind, what a segment of one block
+        # leaves out.
+        left = {
+            kind: forward[kind]
+            - product_flops(_of_sequence(shape, kind, seq_len, "full").recompute)
+            for kind in once
+        }
+        ends = [
+            min(at + segment_size, len(blocks)) - 1 for at in range(0, len(blocks), segment_size)
+        ]
+        again = of_blocks - sum(left[blocks[end]] for end in ends)
+        recomputed = num_sequences * again + all_attention
+    linear, frozen = num_sequences * (of_blocks + head), 0
     if shape.lora is not None:
         frozen = linear - 2 * num_parameters(shape).adapters * num_sequences * seq_len
     return Flops(
@@ -124,10 +144,12 @@ def step_flops(
     )
 
 
-def _of_sequence(shape: ModelShape, seq_len: int, recompute: Literal["none", "full"]) -> Work:
-    """Count one sequence through one block without a window; its weights are as in all blocks."""
+def _of_sequence(
+    shape: ModelShape, kind: BlockKind, seq_len: int, recompute: Literal["none", "full"]
+) -> Work:
+    """Count one sequence through one block of a kind."""
     strategy = Strategy(recompute=Recompute(recompute))
-    one = one_block_shape(shape, None, seq_len)
+    one = one_block_shape(shape, kind, seq_len)
     # Products with weights are equal on all devices; GPU kernels take fewer operators to trace.
     return work_of(Case(one, strategy, seq_len, 1, "float32", "cuda"))
 

@@ -22,6 +22,9 @@ STATE_BYTES: Final = 16
 PURE, PURE_BYTES = "pure-bfloat16", 8
 """A precision that `train` does not support, and its bytes per parameter: all four in 16 bits."""
 
+IMBALANCE: Final = 1.0
+"""Rows of the busiest rank of ep / the mean, unless a run has measured it: balanced tokens."""
+
 
 class InFlight(NamedTuple):
     """Bytes of microbatches in flight that a rank holds until their backward, temporaries included.
@@ -62,7 +65,7 @@ class PlannedStep(Generic[AnyModel]):
         strategy = self.strategy
         if strategy.fsdp.degree == 1:
             return self
-        fsdp = Axis(strategy.data_ranks, Strategy.fsdp.kind)
+        fsdp = Axis(strategy.dp.degree * strategy.fsdp.degree, Strategy.fsdp.kind)
         return dataclasses.replace(
             self, strategy=dataclasses.replace(strategy, dp=Strategy.dp, fsdp=fsdp)
         )
@@ -98,6 +101,7 @@ class DecoderModel:
         has_documents: whether a sequence packs several documents.
         moments: 2, as for AdamW, or 0 without an optimizer.
         logit_bytes: bytes held per logit by a loss that reads all logits of a microbatch; else 0.
+        imbalance: rows that the rank of ep with the most rows computes, as a multiple of the mean.
     """
 
     shape: ModelShape
@@ -106,11 +110,17 @@ class DecoderModel:
     has_documents: bool = False
     moments: float = 2.0
     logit_bytes: int = 0
+    imbalance: float = IMBALANCE
 
     @property
     def num_parameters(self) -> int:
         """Number of distinct parameters."""
         return num_parameters(self.shape).total
+
+    @property
+    def num_active(self) -> int:
+        """Number of parameters that a token meets; all without experts."""
+        return num_parameters(self.shape).active
 
     @property
     def num_trained(self) -> int:

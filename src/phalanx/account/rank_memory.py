@@ -24,7 +24,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from phalanx.account.parameters import parameters_of
+from phalanx.account.parameters import num_parameters, parameters_of
 from phalanx.account.planned import PlannedStep
 from phalanx.parallel.pipeline.cut import cut_of, schedule_of
 from phalanx.strategy import Strategy
@@ -122,11 +122,13 @@ def memory(
             if strategy.pp.degree > 1:
                 cut, schedule = cut_of(strategy, shape), schedule_of(strategy, step.accumulation)
             of_rank = () if schedule is None else schedule.stages_of(pp_rank)
-            num, num_trained = parameters_of(shape, cut, of_rank)
+            count, tp = parameters_of(shape, cut, of_rank), strategy.tp.degree
             item_bytes = {"float64": 8, "float32": 4}.get(model.precision, 2)
-            frozen = (num - num_trained) // strategy.tp.degree // strategy.num_shards * item_bytes
-            split = num_trained // strategy.tp.degree * max(4, item_bytes)
-            shard = split // strategy.num_shards
+            frozen = (count.total - count.trained) // tp // strategy.num_shards * item_bytes
+            experts = count.experts // tp * max(4, item_bytes) if shape.lora is None else 0
+            split = count.trained // tp * max(4, item_bytes) - experts
+            shard = split // strategy.num_shards + experts // strategy.num_expert_shards
+            split += experts // strategy.ep.degree
             # ZeRO-1 accumulates unsharded gradients; with one microbatch it reduces each as it is
             # computed.
             adds_whole = strategy.fsdp.kind == "zero1" and step.accumulation > 1
@@ -203,8 +205,13 @@ def least_bytes(step: PlannedStep[Any]) -> float:
     accumulation. It holds for every cut of the model into stages.
     """
     strategy = step.strategy
-    split = step.model.num_trained / strategy.tp.degree / strategy.pp.degree
-    shard = split / strategy.num_shards
+    ranks = strategy.tp.degree * strategy.pp.degree
+    experts = (
+        num_parameters(step.model.shape).experts / ranks if step.model.shape.lora is None else 0
+    )
+    split = step.model.num_trained / ranks - experts
+    shard = split / strategy.num_shards + experts / strategy.num_expert_shards
+    split += experts / strategy.ep.degree
     least = 4 * (2 + step.model.moments) * shard
     if strategy.fsdp.degree > 1:
         whole = {"zero1": 2 + (4 if step.accumulation > 1 else 0), "zero2": 2}

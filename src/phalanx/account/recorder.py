@@ -10,12 +10,14 @@ import itertools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+_GROUPED: Final[Any] = torch.ops.aten._grouped_mm
 
 _FREE = ("empty", "new_empty", "empty_like", "_unsafe_view", "arange", "scalar_tensor")
 """Operators without a kernel, and small ones that a step runs once; none of these is counted."""
@@ -28,9 +30,11 @@ class Operation(NamedTuple):
         name: name of the operator.
         flops: FLOPs of a matrix product or of attention; 0 for other operators.
         num_bytes: bytes read and written.
-        product: rows, columns and inner size of a matrix product; zeros for other operators.
+        product: rows, columns and inner size of a matrix product; zeros for other operators. Of a
+            grouped product, of each of its products with as many rows as the mean, rounded up.
         scores: attention scores, all queries x all keys, masked pairs included; 0 for others.
         reads_only_weights: whether it reads only weights or their gradients.
+        groups: number of products of a grouped product, one for each expert.
     """
 
     name: str
@@ -39,6 +43,7 @@ class Operation(NamedTuple):
     product: tuple[int, int, int] = (0, 0, 0)
     scores: int = 0
     reads_only_weights: bool = False
+    groups: int = 1
 
 
 class MetaRecorder(TorchDispatchMode):
@@ -89,6 +94,11 @@ class MetaRecorder(TorchDispatchMode):
             wide = torch.promote_types(q_BTHK.dtype, torch.float32)
             sizes = q_BTHK.shape
             out: Any = (q_BTHK.new_empty(sizes), q_BTHK.new_empty(sizes[:3], dtype=wide))
+        elif func.overloadpacket is _GROUPED:
+            # The operator takes only bfloat16 on the meta device.
+            x, y, ends = args[:3]
+            groups = ends.shape if y.ndim == 2 else ()  # of a weight's gradient
+            out = x.new_empty(*groups, x.shape[0], y.shape[-1])
         else:
             out = func(*args, **kwargs)
         read = {storage_id(x) for x in tensors_in(args, kwargs)}
@@ -137,6 +147,7 @@ def operation_of(
         return None
     num_bytes, product = sum(map(_nbytes, (*inputs, *outputs))), (0, 0, 0)
     flops = scores = 0
+    groups = 1
     if "embedding" in name or "index_add" in name:  # reads and writes only the selected rows
         num_bytes = 2 * min(map(_nbytes, (x for x in (*inputs, *outputs) if x.ndim > 1)))
     elif name.startswith("_scaled_dot_product"):
@@ -145,6 +156,14 @@ def operation_of(
         scores = q.shape[:-1].numel() * k.shape[-2]
         # Two products, backward five. torch has no formula for the operators of a CPU.
         flops = (10 if is_backward else 4) * scores * q.shape[-1]
+    elif packet is _GROUPED:
+        # Rows M of all experts are the rows of x, or the inner size in a weight's gradient:
+        #
+        #     [M, I] x [E, I, O] -> [M, O]         [I, M] x [M, O] -> [E, I, O]
+        (rows, inner), columns, groups = inputs[0].shape, inputs[1].shape[-1], inputs[2].numel()
+        flops = 2 * rows * columns * inner
+        each = -(-(rows if inputs[1].ndim == 3 else inner) // groups)
+        product = (each, columns, inner) if inputs[1].ndim == 3 else (rows, columns, each)
     elif packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=out)
         if "attention" in name:
@@ -153,7 +172,7 @@ def operation_of(
             inner = inputs[0].shape[-1]
             rows = max(x.shape[:-1].numel() for x in (inputs[0], outputs[0]))
             product = rows, max(1, flops // (2 * rows * inner)), inner
-    return Operation(name, flops, num_bytes, product, scores)
+    return Operation(name, flops, num_bytes, product, scores, groups=groups)
 
 
 def _nbytes(x: Tensor) -> int:

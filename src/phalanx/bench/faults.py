@@ -51,7 +51,7 @@ LOSING: Final = KINDS[:6]
 """Kinds by which a job loses ranks, which the launcher must detect."""
 
 SMALL: Final = (
-    "train --precision float64 --device cpu --threads 1 --eval-every 0 --save-every 10 "
+    "train --precision float64 --device cpu --threads 1 --eval-every 0 --save every=10 "
     "--no-shared-memory "  # namespaces of one machine share memory, hosts do not
     "--log-to phalanx.bench.faults:on_record "
     "--data text.txt --corpus.seq-len 32 --corpus.validation 0.1 --corpus.cache cache "

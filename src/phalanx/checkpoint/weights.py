@@ -183,9 +183,11 @@ def base_in(about: Manifest, folder: Path) -> tuple[str, str] | None:
 
 
 def sizes_of(shape: ModelShape) -> dict[str, torch.Size]:
-    """Return the size of each trained parameter of `Decoder(shape)`, by name."""
+    """Return the size of each trained parameter and buffer of `Decoder(shape)`, by name."""
     with torch.device("meta"):
-        return {n: p.shape for n, p in Decoder(shape).named_parameters() if p.requires_grad}
+        model = Decoder(shape)
+    trained = {n: p.shape for n, p in model.named_parameters() if p.requires_grad}
+    return trained | {name: buffer.shape for name, buffer in model.named_buffers()}
 
 
 @torch.no_grad()
@@ -194,6 +196,6 @@ def load_decoder(weights: Weights, dtype: torch.dtype, device: torch.device | st
     with torch.device("meta"):
         model = Decoder(weights.shape).to(dtype=dtype)
     model.to_empty(device=device)
-    for name, parameter in model.named_parameters():
-        parameter.copy_(weights.read(name))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.copy_(weights.read(name))
     return model.eval()

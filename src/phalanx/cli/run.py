@@ -37,7 +37,7 @@ class ScriptRunConfig:
     """Longest wait of one process for another, in seconds."""
     proof: bool = True
     """Compare the first steps of a new script, or of a changed one, with one process."""
-    profile: str | None = None
+    profile: Annotated[str | None, ProfileOptions] = None
     """Steps to profile, as of `phalanx train`, into a new folder of runs/; without a proof."""
     debug_net: str | None = None
     """Folder for a file of each process with what c10d, gloo and NCCL print."""
@@ -72,8 +72,6 @@ def _read(argv: list[str]) -> tuple[ScriptRunConfig, Path, list[str]]:
             f"torchrun; start the script with torchrun directly: torchrun ... {path}, or by: "
             f"phalanx launch --hosts a:2,b:2 -- run {path}"
         )
-    if config.profile is not None:
-        ProfileOptions.parse(config.profile)
     from phalanx.script.arguments import check_python
 
     check_python(path)

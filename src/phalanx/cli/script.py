@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 from phalanx.config.command_line import read_command_line
 from phalanx.config.fields import Positional, Range, Schema, settings
 from phalanx.config.schema import JobConfig, RunConfig
-from phalanx.config.validate import AUTO, check_best
+from phalanx.config.validate import AUTO
 from phalanx.errors import ConfigError
 from phalanx.object_store import path_of
 from phalanx.report.output import print_json
@@ -98,7 +98,6 @@ def _settle(argv: list[str]) -> tuple[ScriptTrainConfig, Trainer, _Chosen, Optio
     from phalanx.train.job.resume import continued
 
     config = continued(_read(argv, ScriptTrainConfig, prog="phalanx train --script"))
-    check_best(config)
     if not is_under_torchrun():
         prepare_server("phalanx.script.session")  # imports torch beside this process
     from phalanx.script.automatic import chosen

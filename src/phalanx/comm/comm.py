@@ -7,7 +7,7 @@ of the full tensor:
     all_reduce       A{sum x} -> A          2 (N - 1)/N, as in a ring
     all_gather       A[I_x] -> A            (N - 1)/N
     reduce_scatter   A{sum x} -> A[I_x]     (N - 1)/N
-    all_to_all       A[I_x, J] -> A[I, J_x] (N - 1)/N
+    all_to_all       A[I_x, J] -> A[I, J_x] (N - 1)/N; in uneven pieces, those for other ranks
     broadcast        A on one -> A          (N - 1)/N
     reduce           A{sum x} -> A on one   (N - 1)/N
     swap             exchange A with a partner    counted as an all_to_all, also with itself
@@ -38,6 +38,7 @@ from phalanx.comm.fork import refuse_in_fork
 from phalanx.comm.meshes import job_mesh
 from phalanx.comm.pending import Pending
 from phalanx.comm.ranges import named
+from phalanx.comm.row_counts import RowCounts, note
 from phalanx.comm.transfer import CommEngine
 from phalanx.strategy import Strategy, check_ranks
 
@@ -139,6 +140,11 @@ class Comm(ABC):
         return names
 
     @property
+    def model_mesh(self) -> DeviceMesh:
+        """The mesh over which tensors are split: the ranks of this rank's pipeline stage."""
+        raise AssertionError(f"{type(self).__name__} has no mesh")
+
+    @property
     def is_compared(self) -> bool:
         """Whether ranks synchronize at each call to compare the calls, see debug.check."""
         return False
@@ -215,6 +221,41 @@ class Comm(ABC):
         While calls are compared (`is_compared`), it starts in `wait`.
         """
         begin = functools.partial(self._run, "all_to_all", axis, out, pieces)
+        return Pending(out, begin=begin) if self.is_compared else begin()
+
+    def gather_counts(self, counts_G: Tensor, axis: str, num_rows: int) -> RowCounts:
+        """Return the rows of each group that each rank has; the host waits for them.
+
+        Args:
+            counts_G: rows of each of G groups on this rank; N divides G, and group g belongs to the
+                rank g // (G/N) of the axis.
+            axis: the axis.
+            num_rows: their sum.
+        """
+        del num_rows
+        counts_NG = self.all_gather(counts_G[None], axis, 0)
+        return note(RowCounts(tuple(map(tuple, counts_NG.tolist()))))
+
+    def exchange_rows(self, rows: Tensor, axis: str, counts: RowCounts) -> Tensor:
+        """Send each rank its rows, and return the received rows; both are sorted by rank.
+
+        Args:
+            rows: [M, ...], the rows of this rank in the order of `counts.groups`.
+            axis: the axis.
+            counts: rows that all ranks send, from `gather_counts`: equal on all ranks.
+        """
+        return self.exchange_rows_start(rows, axis, counts).wait()
+
+    def exchange_rows_start(self, rows: Tensor, axis: str, counts: RowCounts) -> Pending:
+        """Start `exchange_rows`; while calls are compared (`is_compared`), it starts in `wait`."""
+        if self.size(axis) == 1:
+            return Pending(rows)
+        coord = self.coord(axis)
+        num_sent, num_received = sum(counts.sent(coord)), sum(counts.received(coord))
+        # A peer would write more rows than expected beyond the end of its buffer.
+        assert len(rows) == num_sent, f"{len(rows)} rows, and the counts announce {num_sent}"
+        out = rows.new_empty(num_received, *rows.shape[1:])
+        begin = functools.partial(self._run, "all_to_all", axis, out, rows.contiguous(), counts)
         return Pending(out, begin=begin) if self.is_compared else begin()
 
     def broadcast(self, tensor: Tensor, name: str) -> Tensor:
@@ -304,7 +345,7 @@ class Comm(ABC):
             given: input, contiguous, possibly `out` itself; for reduce_scatter [N, *out.shape] with
                 any strides without gaps that are equal on all ranks.
             option: reduction of an all_reduce; coordinate of the peer of a swap, send or recv, or
-                of the root of a broadcast or reduce.
+                of the root of a broadcast or reduce; `RowCounts` of an uneven all_to_all.
             is_spent: whether `given` is not written again until it is freed.
         """
 
@@ -359,8 +400,8 @@ class Ranks(Comm):
         self._one_way = self._job.one_way
 
     @property
+    @override
     def model_mesh(self) -> DeviceMesh:
-        """The mesh over which tensors are split: the ranks of this rank's pipeline stage."""
         return self._job.stage_mesh
 
     @property

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from phalanx.comm.comm import Comm
-from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally
+from phalanx.comm.ledger import WITHOUT_PAYLOAD, Entry, Tally, sent_bytes, sent_in_pieces
 from phalanx.comm.pending import Pending
+from phalanx.comm.row_counts import RowCounts
 from phalanx.comm.watch import Phases
 
 
@@ -38,14 +41,32 @@ class CountingComm(Comm, Phases):
         """Return one entry per phase, axis and op, in the order of their first calls."""
         return self._tally.entries()
 
+    @property
+    @override
+    def model_mesh(self) -> DeviceMesh:
+        """A mesh of all axes without process groups."""
+        sizes, names = tuple(self.axes.values()), tuple(self.axes)
+        ranks = torch.arange(math.prod(sizes)).view(sizes)
+        return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=self.rank)
+
+    @override
+    def gather_counts(self, counts_G: Tensor, axis: str, num_rows: int) -> RowCounts:
+        """Return the counts of ranks that have `num_rows` rows each, evenly over the groups."""
+        self.all_gather(counts_G[None], axis, 0)
+        return RowCounts.even(self.size(axis), len(counts_G), num_rows)
+
     @override
     def _run(
         self, op: str, axis: str, out: Tensor, given: Tensor, option: Any = None, *,
         is_spent: bool = False,
     ) -> Pending:  # fmt: skip
         name, payload = "all_to_all" if op == "swap" else op, max(out.nbytes, given.nbytes)
+        sent = sent_bytes(name, payload, self.size(axis))
+        if isinstance(option, RowCounts):
+            coord, payload = self.coord(axis), given.nbytes
+            sent = sent_in_pieces(payload, option.sent(coord), coord)
         if op not in WITHOUT_PAYLOAD:
-            self._tally.add(self.phase_name, axis, name, payload, self.size(axis))
+            self._tally.add(self.phase_name, axis, name, payload, sent)
         if not self._takes_strides:
             given.contiguous()
             if not out.is_contiguous():

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from phalanx.comm.calls import Call
 from phalanx.comm.transfer import CommEngine, Transfer
 from phalanx.comm.watch import allocated, call
 
@@ -43,7 +44,7 @@ def all_gather_start(output: Tensor, shard: Tensor, group: dist.ProcessGroup) ->
             shards[coord].copy_(shard)
         return Transfer(_exchange([shard] * num_ranks, list(shards), group))
 
-    return call("all_gather", group, {"output": output, "input": shard}, run)
+    return call(Call("all_gather", group, {"output": output, "input": shard}), run)
 
 
 def reduce_scatter_start(output: Tensor, full: Tensor, group: dist.ProcessGroup) -> Transfer:
@@ -71,7 +72,7 @@ def reduce_scatter_start(output: Tensor, full: Tensor, group: dist.ProcessGroup)
 
         return Transfer(_exchange(mine, received, group), add_up)
 
-    return call("reduce_scatter", group, {"output": output, "input": full}, run)
+    return call(Call("reduce_scatter", group, {"output": output, "input": full}), run)
 
 
 def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> None:
@@ -139,12 +140,18 @@ class ProcessGroupEngine(CommEngine):
                 return dist.isend(given, group=group, group_dst=option)
             case "recv":
                 return dist.irecv(out, group=group, group_src=option)
-            case "all_to_all":
+            case "all_to_all" if option is None:
                 return dist.all_to_all_single(out, given, group=group, async_op=True)
-            case "swap":  # an all-to-all in which all pieces but one are empty
-                sizes = [out.numel() if rank == option else 0 for rank in range(group.size())]
-                flat = out.view(-1), given.view(-1)
-                return dist.all_to_all_single(*flat, sizes, sizes, group=group, async_op=True)
+            case "all_to_all" | "swap":
+                if op == "swap":
+                    out, given = out.view(-1), given.view(-1)
+                called = self.described(op, out, given, option)
+                sizes = [called.arguments[f"{end}_split_sizes"] for end in ("output", "input")]
+                run = dist.all_to_all_single
+                return call(
+                    called,
+                    lambda: Transfer([run(out, given, *sizes, group=group, async_op=True)]),
+                )
             case "all_gather" if not out.is_contiguous():
                 pieces = torch.empty_like(out, memory_format=torch.contiguous_format)
                 if (work := self.begin(op, pieces, given)) is not None:

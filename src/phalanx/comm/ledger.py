@@ -10,11 +10,12 @@ algorithms, 2009), as a multiple of `payload_bytes`:
     all_reduce                                                        2 (N-1)/N
     all_gather, reduce_scatter, all_to_all, broadcast, reduce, ...      (N-1)/N
     send                                                              1
+    all_to_all of uneven pieces    the rows of this rank for others, of all its rows
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -51,8 +52,9 @@ class Entry:
         axis: name of the mesh axis, several joined by "_", or "world".
         op: name of the collective.
         calls: number of calls.
-        payload_bytes: bytes of the full tensors.
-        sent_bytes: bytes that one rank must send, on average over the axis.
+        payload_bytes: bytes of the full tensors; of an uneven all-to-all, all rows of this rank.
+        sent_bytes: bytes that one rank must send, on average over the axis; the bytes that this
+            rank sends in an uneven all-to-all.
     """
 
     phase: str
@@ -70,19 +72,24 @@ def sent_bytes(op: str, payload_bytes: float, num_ranks: int) -> float:
     return payload_bytes * (2 if op == "all_reduce" else 1) * (num_ranks - 1) / num_ranks
 
 
+def sent_in_pieces(payload_bytes: float, sizes: Sequence[int], coord: int) -> float:
+    """Return the bytes of uneven pieces, one a rank, without the piece of the rank at `coord`."""
+    return payload_bytes * (sum(sizes) - sizes[coord]) / max(1, sum(sizes))
+
+
 class Tally:
     """Running totals of collectives by phase, axis and op."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str, str], tuple[int, int, float]] = {}
 
-    def add(self, phase: str, axis: str, op: str, payload_bytes: int, num_ranks: int) -> None:
+    def add(self, phase: str, axis: str, op: str, payload_bytes: int, sent_bytes: float) -> None:
         """Add one collective."""
         calls, payloads, sent = self._sums.get((phase, axis, op), (0, 0, 0.0))
         self._sums[phase, axis, op] = (
             calls + 1,
             payloads + payload_bytes,
-            sent + sent_bytes(op, payload_bytes, num_ranks),
+            sent + sent_bytes,
         )
 
     def entries(self) -> list[Entry]:
@@ -107,8 +114,8 @@ class Ledger(CallWatch):
     def run_call(self, call: Call, run: Callable[[], Any]) -> Any:
         """Run a collective, and count it if it has a payload."""
         if call.op not in WITHOUT_PAYLOAD:
-            num_ranks, payload = len(call.ranks), payload_bytes(call)
-            self._tally.add(self.phase_name, self.axis_of(call), call.op, payload, num_ranks)
+            axis, payload = self.axis_of(call), payload_bytes(call)
+            self._tally.add(self.phase_name, axis, call.op, payload, sent_by(call))
         return run()
 
     def axis_of(self, call: Call) -> str:
@@ -123,7 +130,17 @@ def payload_bytes(call: Call) -> int:
         return min(size for size in sizes if size) * len(call.ranks)
     if call.op == "all_gather" and len(sizes) == 1:  # the op allocates the output
         return sizes[0] * len(call.ranks)
+    if call.op == "all_to_all":  # the two may differ if pieces do
+        return sizes[0]
     return 0 if call.op == "barrier" else max(sizes)
+
+
+def sent_by(call: Call) -> float:
+    """Return the bytes of a collective that this rank must send under an optimal algorithm."""
+    payload, sizes = payload_bytes(call), call.arguments.get("input_split_sizes")
+    if call.op == "all_to_all" and sizes and "partner" not in call.arguments:
+        return sent_in_pieces(payload, sizes, call.group.rank())
+    return sent_bytes(call.op, payload, len(call.ranks))
 
 
 def _bytes(value: Any) -> int:

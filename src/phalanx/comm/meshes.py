@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from phalanx.comm import same_host
-from phalanx.comm.axes import SHARDS, flattened
+from phalanx.comm.axes import DENSE, flattened, single_axis
 from phalanx.comm.exchange import ProcessGroupEngine
 from phalanx.comm.join import check_files, connect, job_timeout, lazily_connected, set_timeout
 from phalanx.comm.slow_link import SlowEngine, SlowLink
@@ -107,8 +107,11 @@ class JobMesh:
 
     @functools.cached_property
     def sharding(self) -> DeviceMesh:
-        """The mesh of dp, if the job has dp, and of the axis over which fsdp shards parameters."""
-        shards = self._flat.get(SHARDS)
+        """The mesh of dp, if the job has dp, and of the axis over which fsdp shards parameters.
+
+        Experts are split over `stage_mesh`, because ep splits them before fsdp does.
+        """
+        shards = self._flat.get(single_axis(DENSE.shards, self.axes))
         if "dp" not in self.axes:
             return self.whole["fsdp"] if shards is None else shards
         if shards is None:

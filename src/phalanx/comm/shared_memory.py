@@ -23,6 +23,7 @@ not wait for the readers of a tensor that `is_spent`, and continues while its pe
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -39,22 +40,13 @@ from phalanx.comm.gather_buffers import GatherBuffers
 from phalanx.comm.heap import Heap, errors_if_full, own_heap
 from phalanx.comm.posted_calls import PostedCall, PostedCalls
 from phalanx.comm.reductions import reduce_into
+from phalanx.comm.row_counts import RowCounts
 from phalanx.comm.shared_transfer import SharedTransfer, Steps
 from phalanx.comm.transfer import CommEngine, Transfer
 from phalanx.comm.watch import allocated, call, unwatched
 
 SMALL_BYTES: Final = 32 << 10
 """Most bytes of an all_reduce in which each rank adds the full tensors: a second wait is slower."""
-
-_OPTIONS: Final = {
-    "all_reduce": "reduce_op",
-    "broadcast": "root_rank",
-    "reduce": "root_rank",
-    "barrier": "option",
-    "send": "dst",
-    "recv": "src",
-}
-"""Collective of one tensor -> name of its option, as an argument of torch's operators."""
 
 
 def _and_copied(steps: Steps, flat: Tensor, out: Tensor) -> Steps:
@@ -112,27 +104,19 @@ class SharedMemory(CommEngine):
         out, given = out.detach(), given.detach()
         if op == "swap":
             out, given = out.view(-1), given.view(-1)
+        called = self.described(op, out, given, option)
         # Watches of NCCL's rules see by "engine" that this engine sends a tensor of any strides.
-        arguments: dict[str, Any] = {"engine": self}
-        if op in _OPTIONS:
-            arguments |= {"tensor": given if op == "send" else out, _OPTIONS[op]: option, "tag": 0}
-        else:
-            sizes: list[int] = []
-            if op == "swap":
-                # gloo and NCCL run a swap as an all-to-all with one piece that is not empty;
-                # watches see the same.
-                sizes = [len(out) if coord == option else 0 for coord in range(self._size)]
-            arguments |= {"output": out, "input": given}
-            arguments |= {"output_split_sizes": sizes, "input_split_sizes": sizes}
-
-        run = functools.partial(self.run, op, out, given, option, is_spent)
-        return call("all_to_all" if op == "swap" else op, self.group, arguments, run)
+        called = dataclasses.replace(called, arguments={"engine": self} | dict(called.arguments))
+        return call(called, functools.partial(self.run, op, out, given, option, is_spent))
 
     def run(
         self, op: str, out: Tensor, given: Tensor, option: Any = None, is_spent: bool = False
     ) -> Transfer:
         """Start a collective that `begin` has reported to the watches."""
         steps: Steps
+        if op == "all_to_all" and option is not None:
+            steps = self._exchange_rows(out, given, option, is_spent)
+            return SharedTransfer(steps, self._channels)
         if op in ("all_gather", "reduce_scatter"):
             steps = getattr(self, f"_{op}")(out, given, is_spent)
             return SharedTransfer(steps, self._channels)
@@ -199,13 +183,27 @@ class SharedMemory(CommEngine):
             yield from self._calls.await_read(call, given)
 
     def _all_to_all(self, out: Tensor, given: Tensor, _option: None, is_spent: bool) -> Steps:
+        out, given = out.view(self._size, -1), given.view(self._size, -1)
+        equal = RowCounts.even(self._size, self._size, self._size)
+        return self._exchange_rows(out, given, equal, is_spent)
+
+    def _exchange_rows(
+        self, out: Tensor, given: Tensor, counts: RowCounts, is_spent: bool
+    ) -> Steps:
         call = self._calls.call("all_to_all", given)
         mine = yield from self._calls.post(call, given)
-        pieces, size = out.view(self._size, -1), out.numel() // self._size
-        pieces[self._coord].copy_(mine[self._coord * size :][:size])
-        for peer in self._others:
-            theirs = yield from self._calls.read(call, peer)
-            pieces[peer].copy_(theirs[self._coord * size :][:size])
+        row = math.prod(given.shape[1:])
+        pieces = out.split(counts.received(self._coord))
+        for peer in (self._coord, *self._others):
+            # The tensor of a peer:  | rows for rank 0 | rows for rank 1 | ...  from `first` on mine
+            sent = counts.sent(peer)
+            first, number = row * sum(sent[: self._coord]), row * sent[self._coord]
+            if peer == self._coord:
+                pieces[peer].view(-1).copy_(mine.view(-1)[first : first + number])
+                continue
+            num_bytes = row * sum(sent) * given.itemsize
+            theirs = yield from self._calls.read(call._replace(num_bytes=num_bytes), peer)
+            pieces[peer].view(-1).copy_(theirs[first : first + number])
             self._calls.ack(call, peer)
         if not is_spent:
             yield from self._calls.await_read(call, given)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from phalanx.comm.ledger import sent_bytes
+from phalanx.comm.ledger import sent_by
 from phalanx.comm.transfer import CommEngine, Transfer
 from phalanx.comm.waits import waiting
 from phalanx.comm.watch import call
@@ -86,7 +86,5 @@ class SlowEngine(CommEngine):
         if op == "recv":  # the sender's link holds the message back
             return start()
         # Counted here, since watches do not see the link's thread.
-        name, size = "all_to_all" if op == "swap" else op, self.group.size()
-        arguments = {"tensor": out} if out is given else {"output": out, "input": given}
-        num_bytes = sent_bytes(name, max(out.nbytes, given.nbytes), size)
-        return call(name, self.group, arguments, lambda: self._link.send(num_bytes, start))
+        called = self.described(op, out, given, option)
+        return call(called, lambda: self._link.send(sent_by(called), start))

@@ -9,15 +9,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from phalanx.comm.calls import Call
 from phalanx.comm.ranges import named
+from phalanx.comm.row_counts import RowCounts
 from phalanx.comm.waits import waiting
+
+_OPTIONS: Final = {
+    "all_reduce": "reduce_op",
+    "broadcast": "root_rank",
+    "reduce": "root_rank",
+    "barrier": "option",
+    "send": "dst",
+    "recv": "src",
+}
+"""Collective of one tensor -> name of its option, as an argument of torch's operators."""
 
 
 class CommEngine(ABC):
@@ -44,9 +56,26 @@ class CommEngine(ABC):
             given: input, contiguous, possibly `out` itself; for reduce_scatter possibly
                 [N, *out.shape] with any strides without gaps that are equal on all ranks.
             option: reduction of an all_reduce; group rank of the peer of a swap, send or recv, or
-                of the root of a broadcast or reduce.
+                of the root of a broadcast or reduce; `RowCounts` of an uneven all_to_all.
             is_spent: whether `given` is not written again until it is freed.
         """
+
+    def described(self, op: str, out: Tensor, given: Tensor, option: Any) -> Call:
+        """Return a collective as watches see it, with arguments named as in torch's operators."""
+        if op in _OPTIONS:
+            tensor = given if op == "send" else out
+            return Call(op, self.group, {"tensor": tensor, _OPTIONS[op]: option, "tag": 0})
+        sent, received = list[int](), list[int]()
+        if op == "swap":
+            # gloo and NCCL run a swap as an all-to-all with one piece that is not empty.
+            sent = received = [len(out) * (rank == option) for rank in range(self.group.size())]
+        elif isinstance(option, RowCounts):
+            sent, received = (way(self.group.rank()) for way in (option.sent, option.received))
+        arguments: dict[str, Any] = {"output": out, "input": given}
+        arguments |= {"output_split_sizes": received, "input_split_sizes": sent}
+        if op == "swap":
+            return Call("all_to_all", self.group, arguments | {"partner": option})
+        return Call(op, self.group, arguments)
 
     def empty(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialized tensor that this engine can send without an internal copy."""

@@ -33,13 +33,12 @@ not fuse: communicated bytes are counted completely, memory is not.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final, Self, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._ops import OpOverload
@@ -200,17 +199,11 @@ class Watch(_CallObserver, TorchDispatchMode):
 unwatched = torch._C._DisableTorchDispatch  # pyright: ignore[reportPrivateUsage]
 
 
-def call(
-    op: str, group: dist.ProcessGroup, arguments: Mapping[str, Any], run: Callable[[], Result]
-) -> Result:
-    """Run a collective of our engines, as one call for each active watch.
+def call(called: Call, run: Callable[[], Result]) -> Result:
+    """Run a collective of our engines, which `run` starts, as one call for each active watch.
 
-    Args:
-        op: name of the collective, as in comm.calls.
-        group: its process group.
-        arguments: its arguments, named as in torch's operators: `tensor`, or `output` and
-            `input`; `reduce_op`, `root_rank`, `dst`, `src`, `tag`, sizes of splits.
-        run: starts the collective.
+    Its arguments are named as in torch's operators: `tensor`, or `output` and `input`; `reduce_op`,
+    `root_rank`, `dst`, `src`, `tag`, sizes of splits.
     """
     if not _CALL_WATCHES and not torch._C._len_torch_dispatch_stack():  # pyright: ignore[reportPrivateUsage]
         return run()
@@ -220,7 +213,6 @@ def call(
             return run()
 
     each: Callable[[], Result] = start
-    called = Call(op, group, arguments)
     for watch in (*active(), *(watch for watch in _CALL_WATCHES if watch.is_here)):
         each = partial(watch.run_call, called, each)  # the last one runs first
     return each()

@@ -13,6 +13,7 @@ from typing import Any, get_origin
 
 from phalanx.config.fields import Schema, Setting, check_values, read_text, settings, with_value
 from phalanx.config.file import closest
+from phalanx.config.save_policy import RETIRED
 from phalanx.errors import ConfigError
 
 
@@ -75,6 +76,8 @@ def read_words(argv: Sequence[str], *schemas: type, prog: str) -> dict[str, Any]
             values[key] = _value(name, setting, taken, values.get(key, []))
         else:
             close = closest(key.lstrip("_"), [*options, "help"])
+            if "save" in options and key in RETIRED:
+                close = f"save {RETIRED[key]}={text or [*left, 'VALUE'][0]}"
             near = f" (did you mean '--{close.replace('_', '-')}'?)" if close else ""
             raise ConfigError(f"option '{word}' is unknown{near}; --help lists all")
     for setting in known:  # positional settings take the words that belong to no option
@@ -100,7 +103,4 @@ def _value(name: str, setting: Setting, taken: list[str], before: list[str]) -> 
         return tuple(taken)
     if get_origin(setting.hint) is list:
         return [*before, *taken]
-    try:
-        return read_text(setting.hint, taken[0])
-    except ConfigError as error:
-        raise ConfigError(f"{name} is {error}") from None
+    return read_text(name, setting.hint, taken[0])

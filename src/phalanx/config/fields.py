@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Flag, auto
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar, cast
 
 from phalanx.errors import ConfigError, nearest
 
@@ -42,9 +42,6 @@ THREADS: Final = Range(1, 2**12, "[]")
 
 TIMEOUT_S: Final = Range(0, 10**6, "(]")
 """Legal timeout of one process that waits for another, in seconds."""
-
-MINUTES: Final = Range(0, 10**6, "[]")
-"""Legal number of minutes between two checkpoints."""
 
 STEPS: Final = Range(1, 2**40, "[]")
 """Legal number of optimizer steps of a run."""
@@ -98,6 +95,7 @@ class Setting:
         range: legal values of a number; None if there is no limit.
         use: how hosts and resumed runs treat the setting.
         positional: name in --help of a positional setting; None for an option.
+        form: class whose values the setting has as texts; None for any other.
     """
 
     key: str
@@ -105,6 +103,7 @@ class Setting:
     range: Range | OneOf | None
     use: Use
     positional: Positional | None
+    form: type[Parts] | None
 
 
 @functools.cache
@@ -126,7 +125,8 @@ def settings(schema: type, prefix: str = "") -> tuple[Setting, ...]:
         legal = next((each for each in about if isinstance(each, Range | OneOf)), None)
         use = next((each for each in about if isinstance(each, Use)), Use(0))
         positional = next((each for each in about if isinstance(each, Positional)), None)
-        listed.append(Setting(f"{prefix}{name}", hint, legal, use, positional))
+        form = next((each for each in about if isinstance(each, type)), None)
+        listed.append(Setting(f"{prefix}{name}", hint, legal, use, positional, form))
     return tuple(listed)
 
 
@@ -168,6 +168,47 @@ def check_value(setting: Setting, value: Any) -> None:
         check_utf8(setting.key, value)
         if "\0" in value:
             raise ConfigError(f"{setting.key} is {value!r}; expected text without NUL characters")
+        if setting.form is not None:
+            setting.form.parse(value)
+
+
+class Parts:
+    """Base of a dataclass whose text form names its fields, in any order: `wait=1,active=2`."""
+
+    KEY: ClassVar[str]
+    """Setting that has such texts, for messages."""
+
+    @classmethod
+    def parse(cls, text: str, preset: Self | None = None) -> Self:
+        """Return the value of a text; `preset` or defaults have the fields that it leaves out.
+
+        Raises:
+            ConfigError: a part is not NAME=VALUE with a known name and a legal value, or there is
+                none for a field without a default.
+        """
+        known = {setting.key: setting for setting in settings(cls)}
+        values: dict[str, Any] = {}
+        for part in text.split(","):
+            name, has_value, value = (word.strip() for word in part.partition("="))
+            if not has_value or name not in known or name in values:
+                twice = f", but {name} is set before" if name in values else ""
+                near = "" if name in known else nearest(name, list(known))
+                raise ConfigError(
+                    f"{cls.KEY}: '{part}' in '{text}'{twice}; expected NAME=VALUE once for each "
+                    f"name, with a name of {', '.join(known)}{near}"
+                )
+            try:
+                values[name] = read_text(name, known[name].hint, value)
+                check_value(known[name], values[name])
+            except ConfigError as error:
+                raise ConfigError(f"{cls.KEY}: {error}") from None
+        values = ({} if preset is None else vars(preset)) | values
+        needed = [f.name for f in fields(cast(Any, cls)) if f.default is dataclasses.MISSING]
+        if missing := [name for name in needed if name not in values]:
+            raise ConfigError(
+                f"{cls.KEY} is {text!r}; expected also {' and '.join(missing)}, without default"
+            )
+        return cls(**values)
 
 
 def check_utf8(key: str, value: str) -> None:
@@ -252,8 +293,8 @@ def describe(hint: Any) -> str:
     return " or ".join([nouns[kind] for kind in kinds if kind is not Literal] + legal)
 
 
-def read_text(hint: Any, text: str) -> Any:
-    """Convert a text from the command line to a value of the type `hint`.
+def read_text(key: str, hint: Any, text: str) -> Any:
+    """Convert the text of a setting from the command line to a value of the type `hint`.
 
     Raises:
         ConfigError: the text stands for no value of this type.
@@ -269,7 +310,8 @@ def read_text(hint: Any, text: str) -> Any:
         if type_ in types_:
             with contextlib.suppress(ValueError):
                 return type_(text)
-    raise ConfigError(f"{text!r}; expected {describe(hint)}{nearest(text, choices(hint))}")
+    near = nearest(text, choices(hint))
+    raise ConfigError(f"{key} is {text!r}; expected {describe(hint)}{near}")
 
 
 def _check_range(key: str, legal: Range | OneOf, value: float, *, is_whole: bool) -> None:

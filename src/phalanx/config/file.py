@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from phalanx.config.fields import check_type, check_utf8
+from phalanx.config.save_policy import renewed
 from phalanx.errors import CheckpointError, ConfigError, nearest
 from phalanx.storage import open_regular
 
@@ -43,13 +44,14 @@ def read_values(path: str, keys: Mapping[str, Any], *, is_foreign: bool = False)
             values |= {f"{name}.{inner}": table[inner] for inner in table}
         else:
             raise ConfigError(f"{path}: {name} is {value!r}; expected a section, [{name}]")
-    for key, value in values.items():
-        if key not in keys:
-            raise ConfigError(f"{path}: {_unknown(key, keys, isinstance(value, dict))}")
-        try:
+    try:
+        values = renewed(values) if "save" in keys else values
+        for key, value in values.items():
+            if key not in keys:
+                raise ConfigError(_unknown(key, keys, isinstance(value, dict)))
             check_type(key, keys[key], value)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
     return values
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, ClassVar
 
-from phalanx.config.fields import Range, check_value, read_text, settings
-from phalanx.errors import ConfigError, nearest
+from phalanx.config.fields import Parts, Range
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileOptions:
+class ProfileOptions(Parts):
     """Which steps of a run are profiled, and what of them; the names are torch.profiler's.
 
     A cycle is `wait` steps that nothing observes, `warmup` steps whose observations are dropped,
@@ -25,6 +24,7 @@ class ProfileOptions:
         with_flops: whether it has the FLOPs of matrix products and convolutions.
     """
 
+    KEY: ClassVar = "profile"
     wait: Annotated[int, Range(0)] = 1
     warmup: Annotated[int, Range(0)] = 1
     active: Annotated[int, Range(1)] = 1
@@ -33,31 +33,3 @@ class ProfileOptions:
     profile_memory: bool = False
     with_stack: bool = False
     with_flops: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> ProfileOptions:
-        """Return the options of a text such as `wait=1,warmup=1,active=2`.
-
-        Raises:
-            ConfigError: a part is not NAME=VALUE with a known name and a legal value.
-        """
-        known = {setting.key: setting for setting in settings(cls)}
-        values: dict[str, Any] = {}
-        for part in text.split(","):
-            name, has_value, value = (word.strip() for word in part.partition("="))
-            if not has_value or name not in known or name in values:
-                twice = f", but {name} is set before" if name in values else ""
-                near = "" if name in known else nearest(name, list(known))
-                raise ConfigError(
-                    f"profile: '{part}' in '{text}'{twice}; expected NAME=VALUE once for each "
-                    f"name, with a name of {', '.join(known)}{near}"
-                )
-            try:
-                values[name] = read_text(known[name].hint, value)
-            except ConfigError as error:
-                raise ConfigError(f"profile: {name} is {error}") from None
-            try:
-                check_value(known[name], values[name])
-            except ConfigError as error:
-                raise ConfigError(f"profile: {error}") from None
-        return cls(**values)

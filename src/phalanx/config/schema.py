@@ -9,18 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Final, Literal
 
-from phalanx.config.fields import (
-    MINUTES,
-    SEED,
-    STEPS,
-    THREADS,
-    TIMEOUT_S,
-    OneOf,
-    Range,
-    Use,
-)
+from phalanx.config.fields import SEED, STEPS, THREADS, TIMEOUT_S, OneOf, Range, Use
+from phalanx.config.profile_options import ProfileOptions
+from phalanx.config.save_policy import SavePolicy
 
 MOST_ROWS: Final = 2**20
 """Most sequences of one rank in one step; all their indices and tokens are in memory at once."""
@@ -56,6 +50,9 @@ class ShapeConfig:
     """Whether the output projection is the embedding."""
     dropout: Annotated[float | None, Use.RESOLVED, Range(0, 1)] = None
     """Probability of dropping an element of the embedding and of each residual branch."""
+    experts: Annotated[str | None, Use.RESOLVED] = None
+    """Experts in place of the MLPs: num_experts=8,top_k=2,ffn=704, and other entries of
+    docs/experts.md; each replaces the preset's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +106,10 @@ class BatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW, a cosine schedule with warm-up, and clipping."""
+    """AdamW or Muon, a cosine schedule with warm-up, and clipping."""
 
+    kind: Annotated[Literal["adamw", "muon"], Use.EQUAL] = "adamw"
+    """Optimizer; muon updates the matrices of blocks by Muon, and all other parameters by AdamW."""
     lr: Annotated[float, Use.EQUAL, Range(0, math.inf, "()")] = 2e-3
     """Highest learning rate."""
     min_lr_ratio: Annotated[float, Use.EQUAL, Range(0, 1, "[]")] = 0.02
@@ -126,6 +125,19 @@ class OptimizerConfig:
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Use.EQUAL, Range(0)] = 0.1
     """Decoupled decay of matrices; vectors (norms, biases) do not decay."""
+    matrix_lr: Annotated[float | None, Use.EQUAL, Range(0, math.inf, "()")] = None
+    """Highest learning rate of Muon's matrices; lr if unset."""
+    momentum: Annotated[float, Use.EQUAL, Range(0, 1)] = 0.95
+    """Decay of Muon's mean of the gradients."""
+    nesterov: Annotated[bool, Use.EQUAL] = True
+    """Whether Muon takes the mean one step ahead."""
+    adjust_lr: Annotated[Literal["original", "match_rms_adamw"], Use.EQUAL] = "match_rms_adamw"
+    """How Muon scales the rate of a matrix [A, B]: by the root of max(1, A/B), or by 0.2 times that
+    of max(A, B), which suits rates of AdamW."""
+    ns_steps: Annotated[int, Use.EQUAL, Range(1, 99, "[]")] = 5
+    """Newton-Schulz steps of Muon."""
+    ns_dtype: Annotated[Literal["bfloat16", "float32"], Use.EQUAL] = "bfloat16"
+    """Data type of Muon's Newton-Schulz steps; float64 for float64 weights."""
     clip_norm: Annotated[float, Use.EQUAL, Range(0)] = 1.0
     """Largest norm of the whole gradient; 0 switches clipping off."""
     clip_p: Annotated[float, Use.EQUAL, OneOf((1, 2, math.inf))] = 2.0
@@ -189,23 +201,16 @@ class RunConfig:
     """CPU threads of each process; the cores shared evenly if unset."""
     eval_every: Annotated[int, Use.EQUAL, Range(0)] = 0
     """Steps between two measurements of the validation loss; 0: only at the start and the end."""
-    save_every: Annotated[int, Use.EQUAL, Range(0)] = 0
-    """Steps between two checkpoints that are kept; 0: only the one at the end."""
-    save_every_minutes: Annotated[float, Use.EQUAL, MINUTES] = 10.0
-    """Most minutes between two checkpoints; those made for this are replaced by the next one. 0: no
-    such checkpoints."""
-    keep_checkpoints: Annotated[int | None, Use.EQUAL, Range(1)] = None
-    """Of the checkpoints after every `save_every` steps and at the end, how many to keep, the
-    latest; all of them if unset."""
+    save: Annotated[str, Use.EQUAL, SavePolicy] = str(SavePolicy())
+    """Checkpoints, such as every=500,minutes=10,keep=3,best=min:loss: one after every 500 steps and
+    at the end, of which the latest 3 stay, or all; one after 10 minutes without any, until the next
+    (0: none); and the best by the loss, or a metric as of max:accuracy, of the evaluations."""
     memory_every: Annotated[int | None, Use.EQUAL | Use.NOT_SAVED, Range(0)] = None
     """Most steps that a restart by `phalanx launch` loses, by saves in memory, of which each host
     also has another host's part; 0: restarts resume from the disk. Unset: as few as take 4 % of
     the time, and 0 without restarts."""
-    best: Annotated[str | None, Use.EQUAL] = None
-    """Measure of the evaluations whose best checkpoint is kept, whatever else is removed: min:loss,
-    or min: or max: and the name of a metric, such as max:accuracy; none if unset."""
     patience: Annotated[int | None, Use.EQUAL, Range(1)] = None
-    """Evaluations without a better one, by `best` or else min:loss, after which the run ends."""
+    """Evaluations without a better one, by the best of `save` or min:loss, that end the run."""
     nonfinite: Annotated[Literal["stop", "skip"], Use.EQUAL] = "stop"
     """What all ranks do on a loss or gradient that is not finite: end the run, or skip the step."""
     shared_memory: Annotated[bool, Use.EQUAL] = True
@@ -223,9 +228,14 @@ class RunConfig:
     """Write what c10d, gloo and NCCL print to <out>/logs/net-rank-N.log and nccl-rank-N.log."""
     timeout_s: Annotated[float, Use.EQUAL, TIMEOUT_S] = 600.0
     """Longest wait for another rank, in seconds."""
-    profile: Annotated[str | None, Use.EQUAL | Use.NOT_SAVED] = None
+    profile: Annotated[str | None, Use.EQUAL | Use.NOT_SAVED, ProfileOptions] = None
     """Steps to profile, such as wait=1,warmup=1,active=2, with torch.profiler's switches: repeat,
     record_shapes, profile_memory, with_stack, with_flops; the traces are in <out>/trace."""
+
+    @cached_property
+    def save_policy(self) -> SavePolicy:
+        """Policy of the text `save`; ConfigError if it is illegal."""
+        return SavePolicy.parse(self.save)
 
 
 @dataclass(frozen=True, kw_only=True)

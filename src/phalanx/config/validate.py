@@ -5,13 +5,11 @@ These checks need no data, devices or model.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Final
 
 from phalanx.config.fields import check_values
-from phalanx.config.profile_options import ProfileOptions
-from phalanx.config.schema import MOST_ROWS, BatchConfig, OptimizerConfig, RunConfig, TrainConfig
+from phalanx.config.schema import MOST_ROWS, BatchConfig, OptimizerConfig, TrainConfig
 from phalanx.errors import BatchError, ConfigError
 from phalanx.strategy import Strategy, check_ranks, require_built
 
@@ -27,13 +25,11 @@ def check(config: TrainConfig) -> None:
         StrategyError: the strategy cannot be parsed, is not built, or does not fit nproc.
     """
     check_values(config)
-    check_best(config)
-    if config.profile is not None:
-        ProfileOptions.parse(config.profile)
-    name = (config.best or "").partition(":")[2]
+    best = config.save_policy.best
+    name = (best or "").partition(":")[2]
     if name not in ("", "loss", "bits_per_byte") and not name.startswith("rewards/"):
         raise ConfigError(
-            f"best is {config.best}, but an evaluation of text has no {name}; expected min:loss or "
+            f"save: best is {best}, but an evaluation of text has no {name}; expected min:loss or "
             "min:bits_per_byte"
         )
     if config.strategy is not None and config.strategy != AUTO:
@@ -87,15 +83,6 @@ def check(config: TrainConfig) -> None:
         )
 
 
-def check_best(config: RunConfig) -> None:
-    """Raise ConfigError unless `best` is None or has the form min:NAME or max:NAME."""
-    if config.best is not None and re.fullmatch("(min|max):.+", config.best) is None:
-        raise ConfigError(
-            f"best is {config.best!r}; expected min: or max: and a measure, such as min:loss or "
-            "max:accuracy"
-        )
-
-
 def check_warmup(optimizer: OptimizerConfig, num_steps: int) -> None:
     """Raise ConfigError unless the warm-up ends before the last step of the run."""
     warmup_steps = optimizer.warmup_steps
@@ -103,6 +90,16 @@ def check_warmup(optimizer: OptimizerConfig, num_steps: int) -> None:
         raise ConfigError(
             f"optimizer.warmup_steps is {warmup_steps}, but the run has {num_steps} steps and the "
             f"warm-up must end before the last; the nearest is {num_steps - 1}"
+        )
+
+
+def check_kind(optimizer: OptimizerConfig, strategy: Strategy) -> None:
+    """Raise ConfigError for Muon with parameter servers, each of which has a part of a matrix."""
+    if strategy.is_served and optimizer.kind == "muon":
+        raise ConfigError(
+            f"optimizer.kind is muon, but the servers of {strategy} update parts of matrices, and "
+            "Muon needs whole ones; leave optimizer.kind out, or use "
+            f"dp{strategy.dp.degree}"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 from phalanx.checkpoint.untrusted import brief
 from phalanx.errors import ConfigError, NotDivisible, nearest
 from phalanx.hugging_face.families import FAMILIES, Family, family_of
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, LatentShape, ModelShape
 
 CONFIG: Final = "config.json"
 
@@ -64,7 +64,8 @@ def config_to_hf(
 ) -> dict[str, Any]:
     """Return the content of a config.json for a decoder, with the entries of published models.
 
-    Dropout is written for GPT-2 only; the other families have none.
+    Dropout is written for GPT-2 only; the other families have none. Of the losses of a router, only
+    a balancing loss that pools the layers is written; no family has another, or a capacity.
 
     If `family` is None, the first family that computes the shape is used. Ids that are not in `ids`
     are written as null, because transformers would default to the ids of the published model.
@@ -85,6 +86,9 @@ def config_to_hf(
         of.norm_eps: shape.norm_eps,
         **of.constants,
         **_windows_to_hf(shape, name),
+        **_experts_to_hf(shape, of),
+        **{theirs: getattr(shape.latent, ours) for theirs, ours in of.latent_entries.items()},
+        **({"num_nextn_predict_layers": 0} if of.latent_entries else {}),
     }
     if shape.position == "learned":
         return {
@@ -133,6 +137,16 @@ def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
     derived = {"num_kv_heads": num_heads, "head_dim": hidden // num_heads, "ffn": 4 * hidden}
     values: dict[str, Any] = {**derived, **sizes, **family.parts}
     values |= _windows(config, name, sizes["num_layers"])
+    values["experts"] = _experts(config, family, sizes["num_layers"])
+    if family.latent_entries:
+        _require(config, "rope_interleave", True, absent=True)
+        of_latent: dict[str, Any] = {"query_rank": None} | {
+            ours: _whole(config, theirs, most=MAX_SIZE)
+            for theirs, ours in family.latent_entries.items()
+            if ours != "query_rank" or _need(config, theirs) is not None
+        }
+        values["latent"] = LatentShape(**of_latent)
+        values["head_dim"] = values["latent"].plain_dim + values["latent"].rope_dim
     if name == "gemma3_text":
         _require(config, "query_pre_attn_scalar", values["head_dim"], absent=256)
         # Both thetas, from the dicts per block kind (transformers 5) or the older entries.
@@ -150,10 +164,63 @@ def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
     elif values["position"] == "rope":
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         values["rope_theta"], values["rope_scaling"] = _rope(rope, config, family)
-    tied = config.get("tie_word_embeddings", family.is_tied)
-    if not isinstance(tied, bool):
-        raise ConfigError(f"tie_word_embeddings is {tied!r}; expected true or false")
-    return ModelShape(**values, norm_eps=_number(config, family.norm_eps), tied=tied)
+    tied = _flag(config, "tie_word_embeddings", family.is_tied)
+    norm_eps = _number(config, family.norm_eps)
+    if (needed := values.pop("norm_eps", norm_eps)) != norm_eps:
+        raise ConfigError(f"{family.norm_eps} is {norm_eps}; only {needed} is supported")
+    return ModelShape(**values, norm_eps=norm_eps, tied=tied)
+
+
+_NUM_EXPERTS: Final = ("num_experts", "num_local_experts")
+"""Two names of one entry: published files have one, and transformers 5 may write the other."""
+
+
+def _experts_to_hf(shape: ModelShape, family: Family) -> dict[str, Any]:
+    """Return the config.json entries for experts."""
+    if (experts := shape.experts) is None:
+        return {}
+    values = {theirs: getattr(experts, ours) for theirs, ours in family.expert_entries.items()}
+    if "mlp_only_layers" in values:
+        values["mlp_only_layers"] = list(range(experts.first_dense))
+    if "n_shared_experts" in values:  # as many experts of one size as the shared one is wide
+        values["n_shared_experts"] = experts.shared_ffn // experts.ffn
+    if experts.aux_loss and experts.pools_layers:
+        return {**values, "output_router_logits": True, "router_aux_loss_coef": experts.aux_loss}
+    return {**values, "output_router_logits": False}
+
+
+def _experts(config: Mapping[str, Any], family: Family, num_layers: int) -> ExpertShape | None:
+    """Return the `ModelShape` field `experts`."""
+    if not family.expert_entries:
+        return None
+    values: dict[str, Any] = {**family.expert_parts}
+    for theirs, ours in family.expert_entries.items():
+        if ours == "renormalizes":
+            values[ours] = _flag(config, theirs)
+        elif theirs == "n_shared_experts":
+            values[ours] = values["ffn"] * _whole(config, theirs, most=MAX_SIZE)
+        elif ours == "scaling":
+            values[ours] = _number(config, theirs)
+        elif theirs == "first_k_dense_replace":
+            values[ours] = _whole(config, theirs, least=0, most=num_layers - 1)
+        elif ours == "first_dense":
+            dense: Any = config.get(theirs) or []
+            if not isinstance(dense, list) or dense != [*range(min(len(dense), num_layers - 1))]:
+                raise ConfigError(
+                    f"{theirs} is {brief(dense)}; only the first blocks may have no experts, as in "
+                    "[0, 1], and the last block has some"
+                )
+            values[ours] = len(dense)
+        elif ours == "num_experts":
+            found = next((name for name in _NUM_EXPERTS if name in config), theirs)
+            values[ours] = _whole(config, found, most=MAX_SIZE)
+        else:
+            most = values["num_experts"] if ours == "top_k" else MAX_SIZE
+            values[ours] = _whole(config, theirs, most=most)
+    if _flag(config, "output_router_logits") and config.get("router_aux_loss_coef") != 0:
+        # transformers adds the loss only with the router's logits, of all layers at once.
+        values |= {"aux_loss": _number(config, "router_aux_loss_coef"), "pools_layers": True}
+    return ExpertShape(**values)
 
 
 def _windows_to_hf(shape: ModelShape, name: str) -> dict[str, Any]:
@@ -191,8 +258,9 @@ def _windows(config: Mapping[str, Any], name: str, num_layers: int) -> dict[str,
     #   qwen2, qwen3     use_sliding_window, and max_window_layers: the first block with a window
     #   gemma3_text      sliding_window_pattern N: every N-th block without a window
     if family.windows == "none":
-        _require(config, "sliding_window", None)
         _require(config, "use_sliding_window", False)
+        if "use_sliding_window" not in config:  # else sliding_window has no effect
+            _require(config, "sliding_window", None)
         default = [_FULL] * num_layers
     elif family.windows == "all":
         # No default: without the entry, transformers uses 4,096 for one type, none for another.
@@ -255,7 +323,9 @@ def _rope(
     _require(rope, "partial_rotary_factor", 1.0)
     where = rope if "rope_theta" in rope else config
     # transformers 5 has theta beside the scaling in one object, older files have it in the config.
-    theta = _number(where, "rope_theta") if where.get("rope_theta") is not None else 10_000.0
+    theta = (
+        _number(where, "rope_theta") if where.get("rope_theta") is not None else family.rope_theta
+    )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in family.rope_types:
         legal = " and ".join(repr(each) for each in family.rope_types)
@@ -286,6 +356,13 @@ def _number(config: Mapping[str, Any], option: str) -> float:
     if not is_number or not 0 < value <= sys.float_info.max:
         raise ConfigError(f"{option} is {brief(value)}; expected a number above 0 and finite")
     return float(value)
+
+
+def _flag(config: Mapping[str, Any], option: str, absent: bool = False) -> bool:
+    value = config.get(option, absent)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{option} is {brief(value)}; expected true or false")
+    return value
 
 
 def _need(config: Mapping[str, Any], option: str) -> Any:

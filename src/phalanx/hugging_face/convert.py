@@ -1,7 +1,8 @@
 """Convert weights between a Hugging Face folder and a checkpoint, in both directions.
 
 Weights are read and written one tensor at a time, in the order of the table in names.py, so that
-only the current tensor and its parts are in memory (GPT-2's c_attn has three parts). The result is
+only the current tensor and its parts are in memory (GPT-2's c_attn has three parts; the experts of
+a block are one tensor a projection). The result is
 written under a temporary name and renamed when complete. `decoder_of` converts a transformers model
 in memory to a decoder in memory.
 """
@@ -41,7 +42,7 @@ from phalanx.hugging_face.companions import (
 from phalanx.hugging_face.config import config_to_hf, shape_from_hf
 from phalanx.hugging_face.families import families_of, family_of
 from phalanx.hugging_face.folder import TensorFiles
-from phalanx.hugging_face.names import reader, table
+from phalanx.hugging_face.names import TheirTensor, reader, table
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
 from phalanx.object_store import address_of, fetch
@@ -168,11 +169,6 @@ def open_hugging_face(folder: Path) -> Weights:
     except ConfigError as error:
         raise ConfigError(f"{folder / folders.CONFIG}: {error}") from error
     tensors = TensorFiles(folder)
-    if shape.num_layers > len(tensors.sizes):  # before a large model is built
-        raise CheckpointError(
-            f"{folder}: it has {len(tensors.sizes)} tensors, fewer than the {shape.num_layers} "
-            f"layers in its {folders.CONFIG}"
-        )
     try:
         read = reader(shape, config["model_type"], tensors.sizes, tensors.read)
     except CheckpointError as error:
@@ -286,14 +282,25 @@ def _write_hugging_face(
     """Write a Hugging Face folder; return the number of tensors, and the generated companions."""
     shape, ids = weights.shape, ids_of(weights.folder)
     # In their order and under their names; one of theirs may join three of ours, read only then.
+    # The experts of a projection are read once: their tensors follow one another.
     links = {link.theirs: link for link in table(shape, family)}
     sizes = sizes_of(shape)
+    held: dict[str, Tensor] = {}
+
+    def parts(link: TheirTensor) -> list[Tensor]:
+        if link.expert is None:
+            return [read(name) for name in link.ours]
+        if not held.keys() >= set(link.ours):
+            held.clear()  # before the next are read
+            held.update((name, read(name)) for name in link.ours)
+        return [held[name] for name in link.ours]
+
     folders.write_folder(
         folder,
         config_to_hf(shape, _name(read.dtype), family, ids),
         {name: link.join_sizes(sizes) for name, link in links.items()},
         read.dtype,
-        lambda name: links[name].join([read(part) for part in links[name].ours]),
+        lambda name: links[name].join(parts(links[name])),
         max_shard_bytes,
     )
     generated = write_missing(folder, ids, shape.max_seq_len)
@@ -364,6 +371,6 @@ def decoder_of(model: nn.Module) -> Decoder:
     read = reader(shape, config.model_type, sizes, tensors.__getitem__)
     with torch.device("meta"):
         decoder = Decoder(shape)
-    weights = {name: read(name).detach().clone() for name, _ in decoder.named_parameters()}
+    weights = {name: read(name).detach().clone() for name in sizes_of(shape)}
     decoder.load_state_dict(weights, assign=True)
     return decoder

@@ -6,12 +6,12 @@ A `Family` maps entries of config.json to fields of `ModelShape`, for both direc
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from phalanx.errors import ConfigError
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,12 @@ class Family:
         windows: which blocks may have a sliding window: none, all with the same size, or each
             block as `layer_types` lists it.
         rope_types: supported RoPE scaling types.
+        rope_theta: value where config.json has no rope_theta.
         is_tied: default of tie_word_embeddings: whether the output projection is the embedding.
+        expert_entries: config.json entry -> `ExpertShape` field; empty for a type without experts.
+        expert_parts: `ExpertShape` field -> value that all models of this type have; other fields
+            that change the output have their defaults.
+        latent_entries: config.json entry -> `LatentShape` field; empty without latent attention.
     """
 
     architecture: str
@@ -41,7 +46,11 @@ class Family:
     required: Mapping[str, Any] = field(default_factory=dict[str, Any])
     windows: Literal["none", "all", "layers"] = "none"
     rope_types: tuple[str, ...] = ("default", "llama3")
+    rope_theta: float = 10_000.0
     is_tied: bool = False
+    expert_entries: Mapping[str, str] = field(default_factory=dict[str, str])
+    expert_parts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    latent_entries: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 _LLAMA_PARTS: Final[Mapping[str, Any]] = {
@@ -94,6 +103,21 @@ _GPT2: Final = Family(
     is_tied=True,
 )
 
+_QWEN3_MOE: Final = replace(
+    _LLAMA,
+    architecture="Qwen3MoeForCausalLM",
+    parts={**_LLAMA_PARTS, "qk_norm": True},
+    constants={"hidden_act": "silu", "attention_bias": False, "decoder_sparse_step": 1},
+    optional=("head_dim",),
+    expert_entries={
+        "num_experts": "num_experts",
+        "num_experts_per_tok": "top_k",
+        "moe_intermediate_size": "ffn",
+        "norm_topk_prob": "renormalizes",
+        "mlp_only_layers": "first_dense",
+    },
+)
+
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
         "llama": _LLAMA,
@@ -144,9 +168,79 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             is_tied=True,
         ),
         "gpt2": _GPT2,
+        "mixtral": replace(
+            _LLAMA,
+            architecture="MixtralForCausalLM",
+            constants={"hidden_act": "silu"},
+            optional=("head_dim",),
+            required={"router_jitter_noise": 0.0},
+            windows="all",
+            rope_theta=1_000_000.0,
+            expert_entries={
+                "num_local_experts": "num_experts",
+                "num_experts_per_tok": "top_k",
+                "intermediate_size": "ffn",
+            },
+            expert_parts={"renormalizes": True},
+        ),
+        "qwen3_moe": _QWEN3_MOE,
+        "qwen2_moe": replace(
+            _QWEN3_MOE,
+            architecture="Qwen2MoeForCausalLM",
+            parts={**_LLAMA_PARTS, "bias": "qkv"},
+            constants={"hidden_act": "silu", "qkv_bias": True, "decoder_sparse_step": 1},
+            expert_entries={
+                **_QWEN3_MOE.expert_entries,
+                "shared_expert_intermediate_size": "shared_ffn",
+            },
+            expert_parts={"has_shared_gate": True},
+        ),
+        "olmoe": replace(
+            _LLAMA,
+            architecture="OlmoeForCausalLM",
+            parts={**_LLAMA_PARTS, "qk_norm": "projection"},
+            expert_entries={
+                "num_experts": "num_experts",
+                "num_experts_per_tok": "top_k",
+                "intermediate_size": "ffn",
+                "norm_topk_prob": "renormalizes",
+            },
+        ),
+        "deepseek_v3": replace(
+            _LLAMA,
+            architecture="DeepseekV3ForCausalLM",
+            # The latent vectors' norms have the epsilon 1e-6, whatever config.json says.
+            parts={**_LLAMA_PARTS, "norm_eps": 1e-6, "rope_scaling": None},
+            sizes={n: ours for n, ours in _LLAMA.sizes.items() if n != "head_dim"},
+            optional=("num_key_value_heads",),
+            rope_types=("default",),
+            expert_entries={
+                "n_routed_experts": "num_experts",
+                "num_experts_per_tok": "top_k",
+                "moe_intermediate_size": "ffn",
+                "first_k_dense_replace": "first_dense",
+                "n_shared_experts": "shared_ffn",
+                "n_group": "num_groups",
+                "topk_group": "top_groups",
+                "norm_topk_prob": "renormalizes",
+                "routed_scaling_factor": "scaling",
+            },
+            expert_parts={"score": "sigmoid", "group_score": "top2", "has_bias": True},
+            latent_entries={
+                "q_lora_rank": "query_rank",
+                "kv_lora_rank": "kv_rank",
+                "qk_nope_head_dim": "plain_dim",
+                "qk_rope_head_dim": "rope_dim",
+                "v_head_dim": "value_dim",
+            },
+        ),
     }
 )
 """Supported model types; if several compute a shape, the first is written by default."""
+
+
+_OF_TRAINING: Final = ("bias_rate", "aux_loss", "pools_layers", "z_loss", "capacity")
+"""Fields of `ExpertShape` that do not change the output of a trained model."""
 
 
 def families_of(shape: ModelShape) -> list[str]:
@@ -157,7 +251,11 @@ def families_of(shape: ModelShape) -> list[str]:
     """
     differing: dict[str, list[str]] = {}  # name -> the fields of `shape` that it does not support
     for name, family in FAMILIES.items():
-        values: dict[str, Any] = dict(family.parts)
+        if bool(family.expert_entries) != (shape.experts is not None):
+            continue
+        values: dict[str, Any] = {**family.parts, "latent": None}
+        if family.latent_entries and shape.latent is not None:
+            del values["latent"]
         if family.windows == "none":
             values["window"] = None
         if family.windows != "layers":
@@ -174,12 +272,21 @@ def families_of(shape: ModelShape) -> list[str]:
             for part, value in values.items()
             if getattr(shape, part) != value
         ]
+        if shape.experts is not None:
+            free = {*family.expert_entries.values(), *_OF_TRAINING}
+            fixed = {f.name: f.default for f in fields(ExpertShape) if f.name not in free}
+            differing[name] += [
+                f"its experts.{part} is {value!r}, not {getattr(shape.experts, part)!r}"
+                for part, value in {**fixed, **family.expert_parts}.items()
+                if getattr(shape.experts, part) != value
+            ]
     if legal := [name for name, parts in differing.items() if not parts]:
         return legal
     closest = min(differing, key=lambda name: len(differing[name]))
+    kind = "" if shape.experts is None else "those with experts, "
     raise ConfigError(
-        f"no Hugging Face model type of {', '.join(FAMILIES)} supports this shape; the nearest is "
-        f"{closest}, but {', '.join(differing[closest])}"
+        f"no Hugging Face model type of {kind}{', '.join(differing)} supports this shape; the "
+        f"nearest is {closest}, but {', '.join(differing[closest])}"
     )
 
 

@@ -2,9 +2,11 @@
 
 `table(shape, family)` is the mapping for both directions. A tensor of ours has another name in
 theirs, and may be transposed (GPT-2's Conv1D is [in, out]) or stacked (GPT-2's c_attn and Phi-3's
-qkv_proj contain q, k and v). The RoPE layout is the same: both rotate the pair (x_i, x_{i + K/2})
-of a head, so the rows of q and k are not permuted. A tied output projection is omitted, as in
-`save_pretrained`.
+qkv_proj contain q, k and v). Experts of a block are one tensor of ours and, in files of released
+models, a tensor an expert of theirs; transformers 5 has them in memory as two stacked tensors. The
+RoPE layout is the same: both rotate the pair (x_i, x_{i + K/2})
+of a head, so the rows of q and k are not permuted; but DeepSeek-V3 rotates (x_2i, x_{2i+1}). A tied
+output projection is omitted, as in `save_pretrained`.
 
 This module does not need the transformers package.
 """
@@ -67,8 +69,43 @@ _GPT2_BLOCK = {
     "mlp.up": "mlp.c_fc",
     "mlp.down": "mlp.c_proj",
 }
+_MIXTRAL_BLOCK = {
+    **_LLAMA_BLOCK,
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts.gate": "block_sparse_moe.experts.*.w1.weight",
+    "mlp.experts.up": "block_sparse_moe.experts.*.w3.weight",
+    "mlp.experts.down": "block_sparse_moe.experts.*.w2.weight",
+}
+_MOE_BLOCK = {
+    **_QWEN3_BLOCK,
+    "mlp.router": "mlp.gate",
+    "mlp.experts.gate": "mlp.experts.*.gate_proj.weight",
+    "mlp.experts.up": "mlp.experts.*.up_proj.weight",
+    "mlp.experts.down": "mlp.experts.*.down_proj.weight",
+    "mlp.shared.gate": "mlp.shared_expert.gate_proj",
+    "mlp.shared.up": "mlp.shared_expert.up_proj",
+    "mlp.shared.down": "mlp.shared_expert.down_proj",
+    "mlp.shared_gate": "mlp.shared_expert_gate",
+}
+_DEEPSEEK3_BLOCK = {
+    **{ours: t for ours, t in _LLAMA_BLOCK.items() if ours not in ("attention.k", "attention.v")},
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_latent_norm": "self_attn.q_a_layernorm",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
+    "attention.kv": "self_attn.kv_b_proj",
+    **{ours: t for ours, t in _MOE_BLOCK.items() if ".experts." in ours},
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+}
 _BLOCKS: Final = MappingProxyType(
     {
+        "deepseek_v3": _DEEPSEEK3_BLOCK,
+        "mixtral": _MIXTRAL_BLOCK,
+        **dict.fromkeys(("qwen3_moe", "qwen2_moe", "olmoe"), _MOE_BLOCK),
         "qwen3": _QWEN3_BLOCK,
         "phi3": _PHI3_BLOCK,
         "olmo2": _OLMO2_BLOCK,
@@ -76,7 +113,16 @@ _BLOCKS: Final = MappingProxyType(
         "gpt2": _GPT2_BLOCK,
     }
 )
-"""Model type -> names of the modules of a block, ours -> theirs; other types use Llama's."""
+"""Model type -> names of the modules of a block, ours -> theirs; other types use Llama's.
+
+`*` stands for the number of an expert. Modules that a block lacks are left out.
+"""
+
+_STACKED: Final = {
+    "mlp.experts.gate mlp.experts.up": "mlp.experts.gate_up_proj",
+    "mlp.experts.down": "mlp.experts.down_proj",
+}
+"""Names of the experts of a block in memory, of all model types."""
 
 
 @dataclass(frozen=True)
@@ -84,18 +130,26 @@ class TheirTensor:
     """The name of a Hugging Face tensor, and the names of our tensors in it.
 
     Several tensors of ours are stacked along the output dimension; `rows` is the number of rows of
-    each. A transposed tensor is stored as [in, out], ours as [out, in].
+    each. A transposed tensor is stored as [in, out], ours as [out, in]. If `expert` is not None,
+    theirs is of one expert, and ours have all. If `turned` is (K, E), the last E rows of each head
+    of K rows are rotated in pairs of neighbours in theirs, of the two halves in ours.
     """
 
     theirs: str
     ours: tuple[str, ...]
     rows: tuple[int, ...]
     is_transposed: bool = False
+    expert: int | None = None
+    turned: tuple[int, int] | None = None
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return their tensor from our tensors, in the order of `ours`; a view of a single one."""
         # GPT-2:  q, k, v [768, 768] -> cat [2304, 768] -> T: attn.c_attn.weight [768, 2304]
-        stacked = torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+        # Mixtral, expert 3:  gate [8, 14336, 4096] -> experts.3.w1.weight [14336, 4096]
+        # in memory:  gate, up [8, 14336, 4096] -> cat: experts.gate_up_proj [8, 28672, 4096]
+        parts = [each if self.expert is None else each[self.expert] for each in tensors]
+        stacked = torch.cat(parts, max(-2, -parts[0].ndim)) if len(parts) > 1 else parts[0]
+        stacked = stacked if self.turned is None else self._paired(stacked, 2)
         return stacked.T if self.is_transposed else stacked
 
     def join_sizes(self, sizes: Mapping[str, torch.Size]) -> torch.Size:
@@ -103,21 +157,56 @@ class TheirTensor:
         return self.join([torch.empty(sizes[name], device="meta") for name in self.ours]).shape
 
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """Split their tensor into our tensors, as views: the inverse of `join`."""
+        """Split their tensor into our tensors, as views, or into an expert's part of each."""
         stacked = tensor.T if self.is_transposed else tensor
-        return stacked.split(self.rows)
+        if self.turned is not None:
+            stacked = self._paired(stacked, self.turned[1] // 2)
+        return stacked.split(self.rows, max(-2, -stacked.ndim))
+
+    def _paired(self, matrix: Tensor, num_groups: int) -> Tensor:
+        """Reorder the turned rows of each head from `num_groups` groups to what pairs them."""
+        # E = 6, from two halves to neighbours and, with three groups, back:
+        #     0 1 2 | 3 4 5   ->   0 3 | 1 4 | 2 5   ->   0 1 2 | 3 4 5
+        assert self.turned is not None
+        head, width = self.turned
+        plain, turned = matrix.unflatten(0, (-1, head)).split([head - width, width], 1)
+        turned = turned.unflatten(1, (num_groups, -1)).transpose(1, 2).flatten(1, 2)
+        return torch.cat([plain, turned], 1).flatten(0, 1)
 
 
-def table(shape: ModelShape, family: str) -> list[TheirTensor]:
-    """Return the tensors of a model type and their parts, in order from embedding to output."""
+def table(shape: ModelShape, family: str, is_stacked: bool = False) -> list[TheirTensor]:
+    """Return the tensors of a model type and their parts, in order from embedding to output.
+
+    Args:
+        shape: shape of the decoder.
+        family: model type, which computes the shape.
+        is_stacked: whether experts are stacked, as in memory, and not a tensor each, as in files.
+    """
     if family == "gpt2":
         embedding = {"embedding": "wte", "position_embedding": "wpe"}
         model, blocks, norm = "transformer", "h", "ln_f"
     else:
         embedding = {"embedding": "embed_tokens"}
         model, blocks, norm = "model", "layers", "norm"
-    # Sizes of one block serve all: a model of 100 layers would else be built to name its tensors.
-    block, of_one = _BLOCKS.get(family, _LLAMA_BLOCK), sizes_of(replace(shape, num_layers=1))
+    # Sizes of a block of each kind serve all: a model of 100 layers would else be built to name its
+    # tensors. Block 0 is like all or, if the first blocks have no experts, like these.
+    block, experts = _BLOCKS.get(family, _LLAMA_BLOCK), shape.experts
+    num_dense = 0 if experts is None else experts.first_dense
+    one_of_each = replace(
+        shape,
+        num_layers=1 + bool(num_dense),
+        experts=experts and replace(experts, first_dense=int(bool(num_dense))),
+    )
+    of_kind = sizes_of(one_of_each)
+    if is_stacked:
+        others = {ours: theirs for ours, theirs in block.items() if ".experts." not in ours}
+        block = {o: t.replace("block_sparse_moe.", "mlp.") for o, t in others.items()} | _STACKED
+    turned: dict[str, tuple[int, int]] = {}
+    if (latent := shape.latent) is not None:
+        if latent.query_rank is not None:
+            block = {**block, "attention.q": "self_attn.q_b_proj"}
+        turned["attention.q.weight"] = shape.head_dim, latent.rope_dim
+        turned["attention.kv_down.weight"] = latent.kv_rank + latent.rope_dim, latent.rope_dim
     modules = {ours: f"{model}.{theirs}" for ours, theirs in embedding.items()}
     for index in range(shape.num_layers):
         for ours, theirs in block.items():
@@ -128,29 +217,41 @@ def table(shape: ModelShape, family: str) -> list[TheirTensor]:
         modules["output"] = "lm_head"
     links: list[TheirTensor] = []
     for ours, theirs in modules.items():
-        for kind in ("weight", "bias"):
-            # "blocks.3.attention.q blocks.3.attention.k ..." with "weight": each part is as
-            # large as in block 0, and a kind that block 0 lacks (a bias) is left out.
-            names = tuple(f"{each}.{kind}" for each in ours.split())
-            like_first = [_NUMBER.sub("blocks.0.", name) for name in names]
-            if like_first[0] in of_one:
-                rows = tuple(of_one[name][0] for name in like_first)
-                is_transposed = kind == "weight" and ".c_" in theirs
-                links.append(TheirTensor(f"{theirs}.{kind}", names, rows, is_transposed))
+        for kind in (".weight", ".bias", ""):
+            # "blocks.3.attention.q blocks.3.attention.k ..." with ".weight": each part is as
+            # large as in the block of its kind, and what this block lacks (a bias) is left out.
+            # Our names of experts are of parameters, so that nothing is added to them.
+            names = tuple(f"{each}{kind}" for each in ours.split())
+            like = [
+                _NUMBER.sub(lambda n: f"blocks.{int(0 < num_dense <= int(n[1]))}.", name)
+                for name in names
+            ]
+            if like[0] not in of_kind:
+                continue
+            rows = tuple(of_kind[name][-2:][0] for name in like)
+            is_transposed = kind == ".weight" and ".c_" in theirs
+            of_experts = range(of_kind[like[0]][0]) if "*" in theirs else [None]
+            of_heads = turned.get(_NUMBER.sub("", names[0]))
+            links += [
+                TheirTensor(
+                    f"{theirs}{kind}".replace("*", str(n)), names, rows, is_transposed, n, of_heads
+                )
+                for n in of_experts
+            ]
     return links
 
 
 _BUFFERS: Final = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """Suffixes of the names of buffers that old files contain."""
 
-_NUMBER: Final = re.compile(r"^blocks\.\d+\.")
+_NUMBER: Final = re.compile(r"^blocks\.(\d+)\.")
 
 
-def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -> dict[str, str]:
-    """Return a dict of names: name in the table -> name in the file, whose tensors have `sizes`.
+def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -> list[TheirTensor]:
+    """Return the table with the names of the file whose tensors have `sizes`.
 
-    The names differ if the model was saved without its head: then the first part of each name is
-    missing. Buffers of old files and the second copy of a tied weight are ignored.
+    Experts of the file may be stacked. If the model was saved without its head, the first part of
+    each name is missing. Buffers of old files and the second copy of a tied weight are ignored.
 
     Raises:
         CheckpointError: a tensor is missing, has the wrong size, or does not belong to the model.
@@ -158,15 +259,25 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -
     prefix = "transformer." if family == "gpt2" else "model."
     # Names in the file; all that are known are taken out, so the rest belongs to no tensor of ours.
     left = set(sizes).difference(_tied_copies(sizes, shape))
-    left = {name for name in left if not name.endswith(_BUFFERS)}
-    links = table(shape, family)
+    # A block after the last predicts a further token, for training alone.
+    beyond = f"model.layers.{shape.num_layers}." if family == "deepseek_v3" else "\n"
+    left = {n for n in left if not n.endswith(_BUFFERS) and not n.startswith(beyond)}
+    is_stacked = any(name.endswith(".experts.gate_up_proj") for name in left)
+    least = f"{shape.num_layers} layers"
+    num_least = shape.num_layers
+    if shape.experts is not None and not is_stacked:
+        num_least = (shape.num_layers - shape.experts.first_dense) * shape.experts.num_experts
+        least = f"{num_least} experts of all layers"
+    if num_least > len(sizes):  # before a large model is built
+        raise CheckpointError(
+            f"it has {len(sizes)} tensors, fewer than the {least} in its config.json"
+        )
+    links = table(shape, family, is_stacked)
     # The first entry of the table is the embedding, which every model has.
     if links[0].theirs not in left and links[0].theirs.removeprefix(prefix) in left:
-        file_names = {link.theirs: link.theirs.removeprefix(prefix) for link in links}
-    else:
-        file_names = {link.theirs: link.theirs for link in links}
-    for name in file_names.values():
-        if name not in left:
+        links = [replace(link, theirs=link.theirs.removeprefix(prefix)) for link in links]
+    for link in links:
+        if (name := link.theirs) not in left:
             hint = nearest(name, left)
             if name.endswith("lm_head.weight"):
                 hint = (
@@ -174,7 +285,7 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -
                     "in config.json"
                 )
             raise CheckpointError(f"'{name}' is missing{hint}")
-    left -= set(file_names.values())
+    left.difference_update(link.theirs for link in links)
     if left:
         raise CheckpointError(
             f"the model has no '{min(left)}', the first of {len(left)} unexpected weights; does "
@@ -182,12 +293,10 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -
         )
     expected = sizes_of(shape)
     for link in links:
-        wanted, actual = tuple(link.join_sizes(expected)), tuple(sizes[file_names[link.theirs]])
+        wanted, actual = tuple(link.join_sizes(expected)), tuple(sizes[link.theirs])
         if actual != wanted:
-            raise CheckpointError(
-                f"'{file_names[link.theirs]}' has shape {actual}; expected {wanted}"
-            )
-    return file_names
+            raise CheckpointError(f"'{link.theirs}' has shape {actual}; expected {wanted}")
+    return links
 
 
 def reader(
@@ -201,9 +310,12 @@ def reader(
     Raises:
         CheckpointError: see `locate`; or a copy of a tied weight differs from the embedding.
     """
-    file_names = locate(sizes, shape, family)
-    links = {name: link for link in table(shape, family) for name in link.ours}
-    embedding = file_names[links["embedding.weight"].theirs]
+    located = locate(sizes, shape, family)
+    links: dict[str, list[TheirTensor]] = {}
+    for link in located:
+        for name in link.ours:
+            links.setdefault(name, []).append(link)
+    embedding = located[0].theirs
     for name in _tied_copies(sizes, shape):
         if not torch.equal(read_theirs(name), read_theirs(embedding)):
             raise CheckpointError(
@@ -212,8 +324,10 @@ def reader(
             )
 
     def read(name: str) -> Tensor:
-        link = links[name]
-        return link.split(read_theirs(file_names[link.theirs]))[link.ours.index(name)]
+        parts = [
+            link.split(read_theirs(link.theirs))[link.ours.index(name)] for link in links[name]
+        ]
+        return parts[0] if links[name][0].expert is None else torch.stack(parts)
 
     return read
 

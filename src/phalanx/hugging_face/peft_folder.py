@@ -103,7 +103,8 @@ def read_peft(folder: Path, shape: ModelShape, family: str) -> Adapters:
         for link in table(shape, family):
             module = link.theirs.removesuffix(".weight")
             names = [f"{_PREFIX}{module}.lora_{letter}.weight" for letter in "AB"]
-            if module == link.theirs or not left.issuperset(names):
+            is_linear = module != link.theirs and link.expert is None
+            if not is_linear or not left.issuperset(names):
                 continue
             left.difference_update(names)
             lora_A, lora_B = map(file.get_tensor, names)

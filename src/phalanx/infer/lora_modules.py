@@ -27,7 +27,7 @@ from phalanx.errors import ConfigError
 from phalanx.hugging_face.convert import read_adapters
 from phalanx.models.decoder import Decoder
 from phalanx.models.layers import Linear
-from phalanx.models.shape import TARGETS, Lora
+from phalanx.models.shape import Lora, linear_maps
 from phalanx.parallel.tensor.layout import Layout
 
 
@@ -57,7 +57,7 @@ def stacked(base: Weights, modules: Sequence[str]) -> tuple[Weights, AdapterSet]
         if not name or not folder or name in folders:
             raise ConfigError(f"lora_modules has {entry!r}; expected NAME=FOLDER, each name once")
         folders[name] = Path(folder)
-    known = dict.fromkeys(target for several in TARGETS.values() for target in several)
+    known = linear_maps(base.shape.mlp, base.shape.experts is not None)
     adapters = [read_adapters(folder, base) for folder in folders.values()]
     for name, adapter in zip(folders, adapters, strict=True):
         for weight in adapter:

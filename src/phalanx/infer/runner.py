@@ -123,11 +123,11 @@ class ModelRunner:
         if weights.shape != dataclasses.replace(self.model.shape, lora=None):
             raise CheckpointError(f"{folder} has a model of a different shape")
         fill, pairs = fill_from(weights), list[tuple[Tensor, Tensor]]()
-        for name, parameter in self.model.named_parameters():
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             if ".lora_" in name:  # served adapters stay
                 continue
-            shard, offset = shard_of(parameter)
+            shard, offset = shard_of(tensor)
             value = torch.empty_like(shard)
-            fill(value, name, tuple(parameter.shape), offset)
+            fill(value, name, tuple(tensor.shape), offset)
             pairs.append((shard, value))
         return pairs

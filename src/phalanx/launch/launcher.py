@@ -316,7 +316,7 @@ class JobLauncher:
         if num_left > strategy.num_ranks:  # by hosts that have joined: more data ranks
             axis = "fsdp" if strategy.dp.degree == 1 < strategy.fsdp.degree else "dp"
             degree = getattr(strategy, axis).degree
-            others = strategy.dp.degree * strategy.fsdp.degree // degree
+            others = strategy.data_ranks // degree
             larger = range(num_left * degree // strategy.num_ranks, degree, -1)
             degree = next((n for n in larger if (rows or 0) % (n * others) == 0), degree)
             strategy = strategy.with_degree(axis, degree)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phalanx.comm.axes import SHARD_AXES
+from phalanx.comm.axes import is_of_shards
 from phalanx.comm.ledger import Entry
 from phalanx.measure.timer import TERMS, StepTimes, Term
 from phalanx.report.tabular import Number, Part, Table
@@ -97,7 +97,7 @@ def _communication_advice(sent: Sequence[Entry]) -> str:
     for entry in sent:
         by_axis[entry.axis] += math.ceil(entry.sent_bytes)
     axis = next((axis for axis, _ in by_axis.most_common(1)), "dp")
-    if axis in SHARD_AXES:
+    if is_of_shards(axis):
         gathers = sum(e.op == "all_gather" and e.axis == axis for e in sent)
         if gathers > 1:  # in forward and again in backward
             return (

@@ -94,6 +94,63 @@ class Attention(nn.Module):
         return norm(x_BTHK) if norm is not None and self.norms_heads else x_BTHK
 
 
+class LatentAttention(nn.Module):
+    """Multi-head latent attention (DeepSeek-AI, DeepSeek-V2, 2024, section 2.1).
+
+    R is the width of the latent vector of keys and values, S of queries; a head's query and key
+    have a plain part and a rotated one, K = P + E features in all, and its value has U.
+
+        x_BTD -> q_down -> norm -> q ---> [H, P | E] -> rotate E ----------------> q_BTHK
+        x_BTD -> kv_down -> [R | E]   E -> rotate -> the same for all heads --+
+                             R -> norm -> kv -> [H, P | U]   P ---------------+-> k_BTHK
+                                                             U -> zeros to K ---> v_BTHK
+
+    Attributes:
+        window, attend: as in `Attention`.
+        num_heads: number of heads, of which tensor parallelism has a part on each rank.
+    """
+
+    def __init__(self, shape: ModelShape, window: int | None) -> None:
+        super().__init__()
+        assert shape.latent is not None
+        self.latent, self.window, self.attend = shape.latent, window, attend
+        self.num_heads = shape.num_heads
+        of = shape.latent
+        if of.query_rank is not None:
+            self.q_down = Linear(shape.hidden, of.query_rank, False)
+            self.q_latent_norm = Norm(of.query_rank, shape)
+        width = shape.num_heads * shape.head_dim
+        self.q = Linear(of.query_rank or shape.hidden, width, False)
+        self.kv_down = Linear(shape.hidden, of.kv_rank + of.rope_dim, False)
+        self.kv_latent_norm = Norm(of.kv_rank, shape)
+        self.kv = Linear(of.kv_rank, shape.num_heads * (of.plain_dim + of.value_dim), False)
+        self.output = Linear(shape.num_heads * of.value_dim, shape.hidden, False)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rotation: Rotation | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Return the output of the branch, like x_BTD; for the arguments see `Block.forward`."""
+        of = self.latent
+        assert rotation is not None, "a shape with `latent` has rotary positions"
+        read = x_BTD if of.query_rank is None else self.q_latent_norm(self.q_down(x_BTD))
+        q_BTHK = self.q(read).unflatten(-1, (-1, of.plain_dim + of.rope_dim))
+        plain, turned = q_BTHK.split([of.plain_dim, of.rope_dim], -1)
+        q_BTHK = torch.cat([plain, rotate(turned, *rotation)], -1)
+        latent_BTR, turned = self.kv_down(x_BTD).split([of.kv_rank, of.rope_dim], -1)
+        kv = self.kv(self.kv_latent_norm(latent_BTR))
+        k, v = kv.unflatten(-1, (-1, of.plain_dim + of.value_dim)).split(
+            [of.plain_dim, of.value_dim], -1
+        )
+        turned = rotate(turned[:, :, None], *rotation).expand(*k.shape[:3], -1)
+        # The attention functions take heads of one width; zeros add nothing to the output.
+        v = F.pad(v, (0, q_BTHK.shape[-1] - of.value_dim))
+        mixed = self.attend(q_BTHK, torch.cat([k, turned], -1), v, documents, self.window)
+        return self.output(mixed[..., : of.value_dim].flatten(2))
+
+
 def attend(
     q_BTHK: Tensor,
     k_BTGK: Tensor,
@@ -254,24 +311,26 @@ def rotation(
 ) -> Rotation | None:
     """Return the cosines and sines of the rotary embedding at each position.
 
-    Angles are position * theta ** (-2i / head_dim) for feature pair i (Su et al. 2021, section
-    3.2.2), with Llama 3.1's frequency scaling if `shape.rope_scaling` is set. Blocks with a window
-    (`has_window`) use `shape.window_theta`, without scaling, if it is set.
+    Angles are position * theta ** (-2i / width) for feature pair i (Su et al. 2021, section 3.2.2),
+    with Llama 3.1's frequency scaling if `shape.rope_scaling` is set; `width` is head_dim, or that
+    of the rotated part of a head. Blocks with a window (`has_window`) use `shape.window_theta`,
+    without scaling, if it is set.
 
     `positions_BT` is int64; B may be 1 if all rows have the same positions. `dtype` is the dtype of
     the heads to rotate; the angles are computed in float64.
 
     Returns:
-        Two tensors [B, T, 1, head_dim / 2], fp32 (fp64 for fp64); None without rotary positions.
+        Two tensors [B, T, 1, width / 2], fp32 (fp64 for fp64); None without rotary positions.
     """
     if shape.position != "rope":
         return None
     # Angles in float64: at position 100,000 a float32 angle would be off by up to 0.004.
-    half = torch.arange(0, shape.head_dim, 2, device=positions_BT.device, dtype=torch.float64)
+    width = shape.head_dim if shape.latent is None else shape.latent.rope_dim
+    half = torch.arange(0, width, 2, device=positions_BT.device, dtype=torch.float64)
     is_own = has_window and shape.window_theta is not None
     theta = shape.window_theta if is_own else shape.rope_theta
     assert theta is not None
-    frequency = theta ** (-half / shape.head_dim)
+    frequency = theta ** (-half / width)
     if shape.rope_scaling is not None and not is_own:
         # Llama 3.1: frequencies with wavelengths above original_length / low are divided by
         # `factor`, those below original_length / high are unchanged, and between the two they are

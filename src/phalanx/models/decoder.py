@@ -21,33 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.errors import ConfigError
-from phalanx.models.attention import Attention, Documents, Rotation, documents_of, rotation
+from phalanx.models.attention import (
+    Attention,
+    Documents,
+    LatentAttention,
+    Rotation,
+    documents_of,
+    rotation,
+)
+from phalanx.models.experts import MoE
 from phalanx.models.initial import fill_initial
-from phalanx.models.layers import Dropout, Linear, Norm
-from phalanx.models.loss import token_loss_sum
+from phalanx.models.layers import MLP, Dropout, Linear, Norm
+from phalanx.models.loss import IGNORE, token_loss_sum
 from phalanx.models.random import layer_keys
 from phalanx.models.shape import ModelShape
-
-
-class MLP(nn.Module):
-    """The feed-forward branch: SwiGLU, GEGLU (Shazeer 2020) or GELU; GELU is its tanh form."""
-
-    def __init__(self, shape: ModelShape) -> None:
-        super().__init__()
-        has_bias = shape.has_bias("other")
-        self.kind = shape.mlp
-        self.gate = Linear(shape.hidden, shape.ffn, has_bias) if self.kind != "gelu" else None
-        self.up = Linear(shape.hidden, shape.ffn, has_bias)
-        self.down = Linear(shape.ffn, shape.hidden, has_bias)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the output of the branch, a tensor like x_BTD."""
-        if self.gate is None:
-            return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
-        gate_BTF = self.gate(x_BTD)
-        if self.kind == "geglu":
-            return self.down(F.gelu(gate_BTF, approximate="tanh") * self.up(x_BTD))
-        return self.down(F.silu(gate_BTF) * self.up(x_BTD))
 
 
 class Block(nn.Module):
@@ -65,10 +52,11 @@ class Block(nn.Module):
         window = shape.window_of(index)
         self.has_window = window is not None
         self.attention_norm = _norm_at("input", shape)
-        self.attention = Attention(shape, window)
+        self.attention = (Attention if shape.latent is None else LatentAttention)(shape, window)
         self.attention_output_norm = _norm_at("output", shape)
         self.mlp_norm = _norm_at("input", shape)
-        self.mlp = MLP(shape)
+        experts = shape.experts_of(index)
+        self.mlp = MLP(shape, shape.ffn) if experts is None else MoE(shape, experts, index)
         self.mlp_output_norm = _norm_at("output", shape)
 
     def forward(
@@ -77,6 +65,7 @@ class Block(nn.Module):
         rotation: Rotation | None = None,
         documents: Documents | None = None,
         dropout_keys_B: Tensor | None = None,
+        counted_BT: Tensor | None = None,
     ) -> Tensor:
         """Return the residual stream after the block, a tensor like x_BTD.
 
@@ -87,6 +76,7 @@ class Block(nn.Module):
             dropout_keys_B: dropout keys of the rows for this block, `layer_keys(keys_B, index)`;
                 None for no dropout. The caller applies the index, because torch.compile would
                 otherwise recompile for each block.
+            counted_BT: whether each token counts toward the load of the experts; None if none does.
         """
         #   x -------------------------------+-> x --------------------------+-> x
         #   norm 1 -> attention -> norm 2 ---^   norm 1 -> MLP -> norm 2 ----^
@@ -98,7 +88,8 @@ class Block(nn.Module):
             added_BTD = self.attention_output_norm(added_BTD)
         x_BTD = x_BTD + self.dropout(added_BTD, dropout_keys_B, 1)
         read_BTD = x_BTD if self.mlp_norm is None else self.mlp_norm(x_BTD)
-        added_BTD = self.mlp(read_BTD)
+        is_dense = isinstance(self.mlp, MLP)
+        added_BTD = self.mlp(read_BTD) if is_dense else self.mlp(read_BTD, counted_BT)
         if self.mlp_output_norm is not None:
             added_BTD = self.mlp_output_norm(added_BTD)
         return x_BTD + self.dropout(added_BTD, dropout_keys_B, 2)
@@ -239,8 +230,8 @@ class Decoder(nn.Module):
 
     def initialize(self, seed: int) -> None:
         """Initialize every weight from (seed, parameter name, flat index); see `fill_initial`."""
-        for name, parameter in self.named_parameters():
-            fill_initial(self.shape, seed, parameter, name)
+        for name, tensor in (*self.named_parameters(), *self.named_buffers()):
+            fill_initial(self.shape, seed, tensor, name)
 
     def forward(
         self,
@@ -276,9 +267,14 @@ class Decoder(nn.Module):
         self.check_length(length)
         if positions_BT is None:
             positions_BT = torch.arange(length, device=tokens_BT.device)[None]
+        is_counted = self.shape.experts is not None and self.training and labels_BT is not None
         # Nested, so that no local variable keeps the input of the first block alive.
         x_BTD = self.run_blocks(
-            self.embed(tokens_BT, positions_BT, keys_B), positions_BT, documents_BT, keys_B
+            self.embed(tokens_BT, positions_BT, keys_B),
+            positions_BT,
+            documents_BT,
+            keys_B,
+            labels_BT != IGNORE if is_counted else None,
         )
         is_last = self.stage is None or self.stage.is_last
         return self.read(x_BTD, labels_BT) if is_last else x_BTD
@@ -308,6 +304,7 @@ class Decoder(nn.Module):
         positions_BT: Tensor,
         documents_BT: Tensor | Documents | None,
         keys_B: Tensor | None,
+        counted_BT: Tensor | None = None,
     ) -> Tensor:
         """Return the residual stream after the blocks of this stage."""
         angles = window_angles = rotation(self.shape, positions_BT, x_BTD.dtype)
@@ -324,7 +321,7 @@ class Decoder(nn.Module):
                 self.blocks[at] for at in range(start, start + self.segment_size) if at in running
             ]
             x_BTD = self.run_segment(
-                _run_blocks, segment, x_BTD, (angles, window_angles), documents, keys_B
+                _run_blocks, segment, x_BTD, (angles, window_angles), documents, keys_B, counted_BT
             )
         return x_BTD
 
@@ -340,10 +337,11 @@ def _run_blocks(
     angles: tuple[Rotation | None, Rotation | None],
     documents: Documents | None,
     keys_B: Tensor | None,
+    counted_BT: Tensor | None,
 ) -> Tensor:
     for block in cast(list[Block], blocks):
         # Keyed by the number of the block in the full decoder, so a stage draws the masks of one
         # process.
         block_keys_B = None if keys_B is None else layer_keys(keys_B, block.index)
-        x_BTD = block(x_BTD, angles[block.has_window], documents, block_keys_B)
+        x_BTD = block(x_BTD, angles[block.has_window], documents, block_keys_B, counted_BT)
     return x_BTD

@@ -12,7 +12,10 @@ from phalanx.models.shape import ModelShape
 
 _STD = 0.02
 _OVER_THE_VOCABULARY = ("embedding.weight", "output.weight")
-_INTO_RESIDUAL = ("attention.output.weight", "mlp.down.weight")
+_INTO_RESIDUAL = (
+    *("attention.output.weight", "mlp.down.weight"),
+    *("mlp.experts.down", "mlp.shared.down.weight"),
+)
 
 
 def fill_initial(
@@ -23,7 +26,7 @@ def fill_initial(
     full: Sequence[int] | None = None,
     offset: Sequence[int] | None = None,
 ) -> Tensor:
-    """Fill a parameter of a Decoder, or a shard of one, with its initial values, and return it.
+    """Fill a parameter or buffer of a Decoder, or a shard of one, with its initial values.
 
     Matrices are normal with a standard deviation of 0.02. The standard deviation of matrices that
     write into the residual stream is divided by sqrt(2 num_layers), because 2 num_layers branches

@@ -1,4 +1,4 @@
-"""The linear map, the norms and dropout."""
+"""The linear map, the MLP, the norms and dropout."""
 
 from __future__ import annotations
 
@@ -46,6 +46,29 @@ class Linear(nn.Module):
         if self.lora_A is None or self.lora_B is None:
             return y
         return y + self.lora_B(self.lora_A(x)) * self.scaling
+
+
+class MLP(nn.Module):
+    """The feed-forward branch: SwiGLU, GEGLU (Shazeer 2020) or GELU; GELU is its tanh form."""
+
+    def __init__(self, shape: ModelShape, ffn: int) -> None:
+        super().__init__()
+        has_bias = shape.has_bias("other")
+        self.kind = shape.mlp
+        self.gate = Linear(shape.hidden, ffn, has_bias) if self.kind != "gelu" else None
+        self.up = Linear(shape.hidden, ffn, has_bias)
+        self.down = Linear(ffn, shape.hidden, has_bias)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the output of the branch, a tensor like x_BTD."""
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x_BTD), approximate="tanh"))
+        return self.down(gated(self.kind, self.gate(x_BTD), self.up(x_BTD)))
+
+
+def gated(kind: str, gate: Tensor, up: Tensor) -> Tensor:
+    """Return the inner activation of a SwiGLU, or of a GEGLU if `kind` is "geglu"."""
+    return (F.gelu(gate, approximate="tanh") if kind == "geglu" else F.silu(gate)) * up
 
 
 class Norm(nn.Module):

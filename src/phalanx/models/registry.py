@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from phalanx.config import ShapeConfig
 from phalanx.errors import ConfigError, NotDivisible, nearest
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, LatentShape, ModelShape
 
 SIZES = (
     *("vocab_size", "num_layers", "hidden", "num_heads"),
@@ -77,6 +77,52 @@ _TABLE: dict[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
     "qwen3-32b": ((151936, 64, 5120, 64, 8, 128, 25600, 40960), _QWEN3),
 }
 
+_MIXTRAL = ExpertShape(
+    num_experts=8, top_k=2, ffn=14336, renormalizes=True, aux_loss=0.02, pools_layers=True
+)
+_QWEN3_MOE = ExpertShape(
+    num_experts=128, top_k=8, ffn=768, renormalizes=True, aux_loss=0.001, pools_layers=True
+)
+_OLMOE = ExpertShape(
+    num_experts=64, top_k=8, ffn=1024, aux_loss=0.01, pools_layers=True, z_loss=0.001
+)
+_DEEPSEEK3 = ExpertShape(
+    num_experts=256, top_k=8, ffn=2048, first_dense=3, score="sigmoid", renormalizes=True,
+    scaling=2.5, num_groups=8, top_groups=4, group_score="top2", has_bias=True, bias_rate=0.001,
+    shared_ffn=2048,
+)  # fmt: skip
+_LATENT = LatentShape(query_rank=1536, kv_rank=512, plain_dim=128, rope_dim=64, value_dim=128)
+
+# With experts, the column ffn is the inner size of the MLP of the first blocks, as in config.json;
+# it counts only in blocks without experts.
+_TABLE |= {
+    # Jiang et al. 2024, table 1 and section 2; config.json of mistralai/Mixtral-8x7B-v0.1
+    "mixtral-8x7b": (
+        (32000, 32, 4096, 32, 8, 128, 14336, 32768),
+        {"rope_theta": 1_000_000.0, "experts": _MIXTRAL},
+    ),
+    # Muennighoff et al. 2024, table 10; config.json of allenai/OLMoE-1B-7B-0924
+    "olmoe-1b-7b": (
+        (50304, 16, 2048, 16, 16, 128, 1024, 4096),
+        {"qk_norm": "projection", "experts": _OLMOE},
+    ),
+    # Yang et al. 2025, table 2; config.json of Qwen/Qwen3-30B-A3B, Qwen3-235B-A22B
+    "qwen3-30b-a3b": (
+        (151936, 48, 2048, 32, 4, 128, 6144, 40960),
+        {**_QWEN3, "experts": _QWEN3_MOE},
+    ),
+    "qwen3-235b-a22b": (
+        (151936, 94, 4096, 64, 4, 128, 12288, 40960),
+        {**_QWEN3, "experts": replace(_QWEN3_MOE, ffn=1536)},
+    ),
+    # DeepSeek-AI 2024, section 4.2, and config.json of deepseek-ai/DeepSeek-V3: as in its
+    # pre-training, with rows of 4,096; without the module that predicts a second token
+    "deepseek-v3-671b": (
+        (129280, 61, 7168, 128, 128, 192, 18432, 4096),
+        {"norm_eps": 1e-6, "experts": _DEEPSEEK3, "latent": _LATENT},
+    ),
+}
+
 PRESETS: Final = {
     name: ModelShape(**dict(zip(SIZES, sizes, strict=True)), **choices)
     for name, (sizes, choices) in _TABLE.items()
@@ -104,13 +150,15 @@ def with_sizes(shape: ModelShape, sizes: ShapeConfig) -> ModelShape:
     set. If num_heads is set, `num_kv_heads` stays equal to num_heads if it was; otherwise it
     becomes the largest divisor of num_heads up to its old value.
 
+    Entries of `experts` replace those of the shape's experts.
+
     Raises:
         NotDivisible: hidden / num_heads is not an integer.
         ConfigError: the sizes are not a valid model shape.
     """
-    values: dict[str, int | float | bool] = {
-        name: value for name, value in asdict(sizes).items() if value is not None
-    }
+    values: dict[str, Any] = {n: value for n, value in asdict(sizes).items() if value is not None}
+    if sizes.experts is not None:
+        values["experts"] = ExpertShape.parse(sizes.experts, shape.experts)
     hidden = int(values.get("hidden", shape.hidden))
     num_heads = int(values.get("num_heads", shape.num_heads))
     is_legal = hidden > 0 and num_heads > 0  # else ModelShape raises an error that names the size

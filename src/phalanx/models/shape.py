@@ -7,8 +7,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal, NoReturn
 
+from phalanx.config.fields import Parts
 from phalanx.errors import ConfigError, nearest
 
 TARGETS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -58,11 +59,11 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.is_rank_stabilized else self.rank)
 
     @staticmethod
-    def parse(text: str, mlp: str) -> Lora:
+    def parse(text: str, mlp: str, has_experts: bool = False) -> Lora:
         """Return the adapters that a setting such as `r=16,alpha=32,targets=q_proj+v_proj` names.
 
         Without `alpha`, it is twice the rank; without `targets`, all linear maps of the blocks of a
-        model of this `mlp` kind have adapters.
+        model of this `mlp` kind have adapters. Experts have none, as in PEFT.
 
         Raises:
             ConfigError: an entry is unknown or has an invalid value.
@@ -80,15 +81,15 @@ class Lora:
                 f"lora is {text!r}; expected r=RANK and, separated by commas, alpha=NUMBER, "
                 "targets=NAME+NAME or rslora, such as r=16,alpha=32"
             )
-        every = {ours: None for names in TARGETS.values() for ours in names}
-        if mlp == "gelu":
-            del every["mlp.gate"]
+        every = linear_maps(mlp, has_experts)
         chosen: set[str] = set()
         for name in targets.split("+"):
             ours = (*every,) if name == "all-linear" else TARGETS.get(name, ())
-            if not ours or not every.keys() >= set(ours):
-                legal = [n for n, of in TARGETS.items() if every.keys() >= set(of)]
-                hint = nearest(name, legal)
+            if not ours or not set(every) >= set(ours):
+                legal = [n for n, of in TARGETS.items() if set(every) >= set(of)]
+                hint = (
+                    "; experts have no adapters" if has_experts and ours else nearest(name, legal)
+                )
                 if name in _FUSED:  # PEFT trains one A for all parts, Phalanx one for each
                     hint = f"; each of its parts gets an adapter: {_FUSED[name]}"
                 raise ConfigError(
@@ -102,6 +103,138 @@ class Lora:
             targets=tuple(name for name in every if name in chosen),
             is_rank_stabilized=rslora is not None,
         )
+
+
+def linear_maps(mlp: str, has_experts: bool) -> list[str]:
+    """Return the names of the linear maps that every block has: those that may have an adapter."""
+    every = dict.fromkeys(ours for names in TARGETS.values() for ours in names)
+    if mlp == "gelu":
+        del every["mlp.gate"]
+    return [name for name in every if not (has_experts and name.startswith("mlp."))]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertShape(Parts):
+    """Experts in place of the MLP: a router sends each token to `top_k` of `num_experts` MLPs.
+
+    Shazeer et al., Outrageously Large Neural Networks, 2017; Fedus et al., Switch Transformers,
+    2021; for sigmoid scores, groups and the balancing bias DeepSeek-AI, DeepSeek-V3, 2024, section
+    2.1.2. Scores are computed in float32, in float64 for a float64 model.
+
+    Attributes:
+        num_experts: number of experts that a router selects from.
+        top_k: number of experts of each token.
+        ffn: inner size of an expert.
+        first_dense: number of first blocks that have an MLP, of the shape's `ffn`, and no experts.
+        score: how logits become scores: softmax over the experts, or sigmoid of each.
+        renormalizes: whether the weights of a token's experts are divided by their sum.
+        scaling: factor of the weights, after they are renormalized.
+        num_groups: number of equal groups of consecutive experts.
+        top_groups: number of groups with the best scores, from which experts are selected.
+        group_score: score of a group: the largest of its experts', or the sum of the two largest.
+        has_bias: whether a bias that only selects, and is no factor of the output, balances loads.
+        bias_rate: change of the bias of an expert a step, down if its load is above the mean.
+        shared_ffn: inner size of the shared expert, which every token visits; 0 for none.
+        has_shared_gate: whether the sigmoid of a linear map scales the shared expert's output.
+        aux_loss: coefficient of the balancing loss E sum_e f_e P_e, over the global batch; f_e is
+            the share of expert e in all selections times `top_k`, P_e its mean share in the scores
+            of a token.
+        pools_layers: whether f and P are means over all layers, and not of one layer each.
+        z_loss: coefficient of the mean squared log-sum-exp of the logits (Zoph et al. 2022).
+        capacity: most tokens of a row that an expert takes in training, as a multiple of the mean
+            top_k T / num_experts of a row of T tokens, rounded up; later ones are dropped. None for
+            no limit.
+    """
+
+    KEY: ClassVar = "experts"
+    num_experts: int
+    top_k: int
+    ffn: int
+    first_dense: int = 0
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    renormalizes: bool = False
+    scaling: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["max", "top2"] = "max"
+    has_bias: bool = False
+    bias_rate: float = 0.0
+    shared_ffn: int = 0
+    has_shared_gate: bool = False
+    aux_loss: float = 0.0
+    pools_layers: bool = False
+    z_loss: float = 0.0
+    capacity: float | None = None
+
+    def __post_init__(self) -> None:
+        def at_least(low: float, *names: str) -> None:
+            for name in names:
+                value = getattr(self, name)
+                if not low <= value <= sys.float_info.max:
+                    self._refuse(name, f"at least {low:g} and finite", low)
+
+        at_least(1, "num_experts", "top_k", "ffn", "num_groups", "top_groups")
+        at_least(0, "first_dense", "shared_ffn", "bias_rate", "aux_loss", "z_loss")
+        if not 0 < self.scaling <= sys.float_info.max:
+            self._refuse("scaling", "above 0 and finite", 1.0)
+        if self.capacity is not None and not 0 < self.capacity <= sys.float_info.max:
+            self._refuse("capacity", "above 0 and finite, or none", 1.0)
+        if self.num_experts % self.num_groups:
+            divisors = (n for n in range(self.num_groups, 0, -1) if self.num_experts % n == 0)
+            self._refuse("num_groups", f"a divisor of {self.num_experts} experts", next(divisors))
+        if self.top_groups > self.num_groups:
+            self._refuse("top_groups", f"at most num_groups {self.num_groups}", self.num_groups)
+        size = self.num_experts // self.num_groups
+        if self.group_score == "top2" and size < 2:
+            self._refuse("group_score", "max for groups of one expert", "max")
+        if self.top_k > (most := self.top_groups * size):
+            what = "num_experts" if most == self.num_experts else f"top_groups * {size}"
+            self._refuse("top_k", f"at most {what}, {most}", most)
+        if self.bias_rate and not self.has_bias:
+            self._refuse("bias_rate", "0 without has_bias", 0.0)
+        if self.has_shared_gate and not self.shared_ffn:
+            self._refuse("has_shared_gate", "false without shared_ffn", "false")
+
+    def _refuse(self, name: str, expected: str, nearest_legal: object) -> NoReturn:
+        raise ConfigError(
+            f"experts: {name} is {getattr(self, name)}; expected {expected}; the nearest is "
+            f"{nearest_legal}"
+        )
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether there are auxiliary losses."""
+        return self.aux_loss > 0 or self.z_loss > 0
+
+    def needs_first_pass(self, num_microbatches: int, num_stages: int) -> bool:
+        """Return whether a step counts loads by forwards of their own, before the first backward.
+
+        With one microbatch and no pipeline, its forward counts all that the backward needs.
+        """
+        return self.has_losses and (num_microbatches > 1 or num_stages > 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """Multi-head latent attention: keys and values are projections of one small vector a token.
+
+    DeepSeek-AI, DeepSeek-V2, 2024, section 2.1. A head's query and key have `plain_dim` features
+    without position and `rope_dim` with rotary embedding; the latter part of the key is one for all
+    heads.
+
+    Attributes:
+        query_rank: width of the latent vector of queries; None for a direct projection.
+        kv_rank: width of the latent vector of keys and values.
+        plain_dim: features of a query or key without position.
+        rope_dim: features of a query or key with position.
+        value_dim: features of a value.
+    """
+
+    query_rank: int | None
+    kv_rank: int
+    plain_dim: int
+    rope_dim: int
+    value_dim: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +280,10 @@ class ModelShape:
     dropout: float = 0.0
     lora: Lora | None = None
     """Adapters of the linear maps; with them, all other parameters are frozen."""
+    experts: ExpertShape | None = None
+    """Experts in place of the MLPs."""
+    latent: LatentShape | None = None
+    """Latent attention in place of grouped queries."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -167,13 +304,58 @@ class ModelShape:
                 f"model shape: num_heads {self.num_heads} is not a multiple of num_kv_heads "
                 f"{self.num_kv_heads}"
             )
-        if self.position == "rope" and self.head_dim % 2:
+        if self.position == "rope" and self.latent is None and self.head_dim % 2:
             raise ConfigError(
                 f"model shape: head_dim is {self.head_dim}; rotary embedding needs an even number, "
                 f"{self.head_dim + 1} is the nearest"
             )
+        if (of := self.latent) is not None:
+            needed = {
+                "head_dim": of.plain_dim + of.rope_dim,
+                "num_kv_heads": self.num_heads,
+                "position": "rope",
+                "bias": False,
+                "qk_norm": False,
+                "lora": None,
+            }
+            for name, value in needed.items():
+                if (actual := getattr(self, name)) != value:
+                    raise ConfigError(
+                        f"model shape: {name} is {actual}; with this `latent` it must be {value}"
+                    )
+            sizes = (of.query_rank or 1, of.kv_rank, of.plain_dim, of.rope_dim, of.value_dim)
+            if min(sizes) < 1 or of.rope_dim % 2 or of.value_dim > self.head_dim:
+                raise ConfigError(
+                    f"model shape: latent is {of}; expected sizes of at least 1, an even rope_dim "
+                    f"and a value_dim of at most plain_dim + rope_dim, {self.head_dim}"
+                )
+        if self.experts is not None:
+            self._check_experts(self.experts)
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"model shape: dropout is {self.dropout}; it must be in [0, 1)")
+
+    def _check_experts(self, experts: ExpertShape) -> None:
+        if experts.first_dense >= self.num_layers:
+            raise ConfigError(
+                f"model shape: first_dense is {experts.first_dense}, so none of {self.num_layers} "
+                f"blocks has experts; the nearest is {self.num_layers - 1}"
+            )
+        if self.mlp == "gelu" or self.bias is True:
+            raise ConfigError(
+                f"model shape: experts have a gate and no biases, but mlp is {self.mlp} and bias "
+                f"{self.bias}; the nearest is mlp swiglu and bias qkv"
+            )
+        adapted = [] if self.lora is None else [t for t in self.lora.targets if t[:3] == "mlp"]
+        if adapted:
+            raise ConfigError(
+                f"lora: experts have no adapters, but the targets contain {', '.join(adapted)}; "
+                "the nearest is targets=q_proj+k_proj+v_proj+o_proj"
+            )
+
+    def experts_of(self, block: int) -> ExpertShape | None:
+        """Return the experts of block number `block`; None if it has an MLP."""
+        is_dense = self.experts is None or block < self.experts.first_dense
+        return None if is_dense else self.experts
 
     def window_of(self, block: int) -> int | None:
         """Return the window of block number `block`; None if it has no window."""

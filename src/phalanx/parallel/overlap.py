@@ -37,15 +37,16 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
+from phalanx.comm.axes import single_axis
+from phalanx.comm.comm import Ranks
 from phalanx.comm.fsdp import LastReduction, ShardGather, ShardReduction
-from phalanx.comm.transfer import CommEngine
 from phalanx.parallel.groups import Group
 
 
 def use_engine(
-    model: nn.Module, groups: Sequence[Group], engine: CommEngine, *, has_replicas: bool
+    model: nn.Module, groups: Sequence[Group], comm: Ranks, *, has_replicas: bool
 ) -> None:
-    """Make FSDP2 gather and reduce through `engine`, and wait as late as possible.
+    """Make FSDP2 gather and reduce through the engines of `comm`, and wait as late as possible.
 
     Call this after `fully_shard` has split the model and the parameters are on their device.
     """
@@ -53,10 +54,20 @@ def use_engine(
     # Private, and the only way to make FSDP2 start gathers asynchronously;
     # tests/parallel/test_overlap.py pins it.
     cast(FSDPModule, model)._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
+    apart = {
+        parameter
+        for group in groups
+        for name in group.names
+        if group.place == "experts"
+        for parameter in model.get_submodule(name).parameters()
+    }
     for group in groups:
+        engine = comm.engine(single_axis(group.axes.shards, comm.axes))
         modules = [model.get_submodule(name) for name in group.names]
         # For the rest this list has all parameters of the model; nothing overlaps its reduction.
         trained = [p for module in modules for p in module.parameters() if p.requires_grad]
+        if group.place == "block":
+            trained = [parameter for parameter in trained if parameter not in apart]
         is_read_at_once = functools.partial(_is_read_at_once, trained, has_replicas)
         part = group.names[0] or "rest"
         for module in cast(list[FSDPModule], modules):
@@ -80,9 +91,10 @@ def use_engine(
 def gather_ahead(model: nn.Module, groups: Sequence[Group]) -> None:
     """Prefetch each block, and the head, in forward while the block before it computes.
 
-    The blocks of the model, which `fully_shard` has split, must run in the order of the groups.
+    Experts that are a group of their own are prefetched while the rest of their block computes. The
+    blocks of the model, which `fully_shard` has split, must run in the order of the groups.
     """
-    computing = [group.names for group in groups if group.place in ("block", "head")]
+    computing = [group.names for group in groups if group.place in ("block", "experts", "head")]
     modules = [cast(FSDPModule, model.get_submodule(first)) for first, *_ in computing]
     for module, following in itertools.pairwise(modules):
         module.set_modules_to_forward_prefetch([following])

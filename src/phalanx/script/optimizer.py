@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -11,10 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.comm.comm import local_shard
+from phalanx.checkpoint.optimizer_state import AT_OWNERS
+from phalanx.comm.comm import Comm, local_shard
 from phalanx.errors import ScriptError
 from phalanx.parallel.plan import shard_of
 from phalanx.parallel.reduce import is_fused
+from phalanx.parallel.whole_matrix import Owners, Round
+from phalanx.train.optimizer import bind
 
 ELEMENTWISE = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax),
@@ -31,7 +34,7 @@ Names = Mapping[nn.Parameter, str]
 """Parameter of a model before it was split -> its name."""
 
 
-def rebind(optimizer: torch.optim.Optimizer, before: Names, model: nn.Module) -> None:
+def rebind(optimizer: torch.optim.Optimizer, before: Names, model: nn.Module, comm: Comm) -> None:
     """Make an optimizer update the parameters of `model` instead of the ones `before` the split.
 
     Groups and their settings are kept, and objects that refer to the optimizer, such as a
@@ -50,7 +53,7 @@ def rebind(optimizer: torch.optim.Optimizer, before: Names, model: nn.Module) ->
                     "nn.ModuleDict({'model': model, 'loss': loss})"
                 )
         group["params"] = [p if p in ours else after[before[p]] for p in group["params"]]
-    check_kind(optimizer, ours, "prepare")
+    check_kind(optimizer, ours, "prepare", comm)
     for parameter in cast(list[nn.Parameter], [p for p in optimizer.state if p not in ours]):
         new = after[before[parameter]]
         state = optimizer.state.pop(parameter)
@@ -64,15 +67,110 @@ def split_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_kind(
-    optimizer: torch.optim.Optimizer, parameters: Collection[nn.Parameter], where: str
+    optimizer: torch.optim.Optimizer, parameters: Collection[nn.Parameter], where: str, comm: Comm
 ) -> None:
-    """Refuse an optimizer that is not in `ELEMENTWISE` if a parameter is a shard (DTensor)."""
+    """Give owners to an optimizer of whole matrices; refuse another one of sharded parameters.
+
+    Muon, and an optimizer with the attribute `whole_matrix`, get owners; every rank calls this
+    together. Else an optimizer that is not in `ELEMENTWISE` is refused if a parameter is a DTensor.
+    """
+    if bind(optimizer, comm):
+        return
+    if getattr(optimizer, "whole_matrix", False):
+        if comm.size("job") > 1:
+            AtOwners(optimizer, comm)
+        return
     if any(isinstance(p, DTensor) for p in parameters) and not isinstance(optimizer, ELEMENTWISE):
-        names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        names = ", ".join(kind.__name__ for kind in (*ELEMENTWISE, torch.optim.Muon))
         raise ScriptError(
             f"{where}: {type(optimizer).__name__} does not support sharded parameters, which a "
-            f"rank has under this strategy; use dp, or one of {names}"
+            f"rank has under this strategy; use dp, or one of {names}, or set its attribute "
+            "whole_matrix to True if each parameter is updated by its own gradient alone"
         )
+
+
+class AtOwners:
+    """Steps of an optimizer on whole parameters, each at its owner, see parallel.whole_matrix.
+
+        step_pre_hook    gather weights and gradients, and give the owned ones to the optimizer
+        step             the optimizer's own, on the parameters that this rank owns
+        step_post_hook   scatter the weights, and give the shards back to the optimizer
+
+    The state of a parameter is with its owner, so a checkpoint does not have it.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, comm: Comm) -> None:
+        """Choose owners for all parameters of `optimizer`, and install the hooks."""
+        if optimizer.state:
+            raise ScriptError(
+                f"prepare: {type(optimizer).__name__} is whole_matrix, and has stepped already; "
+                "its owners keep the state; prepare it before its first step"
+            )
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._index = {p: number for number, p in enumerate(parameters)}
+
+        def rows_of(number: int) -> list[range]:
+            shape = parameters[number].shape
+            return [range(shape[0] if shape else 1)]
+
+        self._owners = Owners(comm, parameters, rows_of)
+        self._wholes: dict[int, nn.Parameter] = {}
+        self._shards: list[list[nn.Parameter]] = []
+        # Nearest to the step: other hooks see the shards.
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
+        hooks: Any = optimizer._optimizer_step_post_hooks  # pyright: ignore[reportPrivateUsage]
+        hooks.move_to_end(next(reversed(hooks)), last=False)
+        optimizer.state_at_owners = True  # pyright: ignore[reportAttributeAccessIssue]
+
+    @torch.no_grad()
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        used = [n for p, n in self._index.items() if p.grad is not None]
+        parameters = [cast(nn.Parameter, p) for p in self._owners.parameters]
+        for each, dtype in self._rounds(used):
+            gradients = self._owners.gather(
+                each, lambda m: m.local(local_shard(_gradient(parameters[m.parameter]))), dtype
+            )
+            weights = self._owners.gather(
+                each, lambda m: m.local(local_shard(parameters[m.parameter].detach())), dtype
+            )
+            for matrix, weight in weights.items():
+                parameter = parameters[matrix.parameter]
+                whole = self._wholes.setdefault(matrix.parameter, nn.Parameter(weight))
+                whole.data = weight.reshape(parameter.shape).contiguous()
+                whole.grad = gradients[matrix].reshape(parameter.shape).contiguous()
+        self._used = used
+        self._shards = [group["params"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            numbers = [self._index[p] for p in group["params"]]
+            group["params"] = [self._wholes[n] for n in numbers if n in self._wholes]
+
+    @torch.no_grad()
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group, shards in zip(optimizer.param_groups, self._shards, strict=True):
+            group["params"] = shards
+        for each, dtype in self._rounds(self._used):
+            wholes = {
+                m: self._wholes[m.parameter].detach().view(m.shape)
+                for m in each.matrices
+                if m.parameter in self._wholes
+            }
+            for matrix, piece in self._owners.scatter(each, wholes, dtype).items():
+                shard = local_shard(self._owners.parameters[matrix.parameter].detach())
+                matrix.local(shard).copy_(piece)
+        for whole in self._wholes.values():  # the state alone stays
+            whole.data, whole.grad = whole.data.new_empty(0), None
+
+    def _rounds(self, used: Sequence[int]) -> Iterator[tuple[Round, torch.dtype]]:
+        for dtype in sorted({self._owners.parameters[n].dtype for n in used}, key=str):
+            numbers = [n for n in used if self._owners.parameters[n].dtype == dtype]
+            for each in self._owners.rounds(numbers, dtype.itemsize):
+                yield each, dtype
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None, "only parameters with a gradient are used"
+    return parameter.grad
 
 
 def check_schedules(schedulers: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -123,8 +221,10 @@ def unsavable_state(state: Mapping[str, Any], shape: torch.Size) -> str:
 
 def warn_of_state(optimizer: torch.optim.Optimizer) -> None:
     """Warn, on the first rank, if a checkpoint cannot store the state of a stepped optimizer."""
+    is_owned = getattr(optimizer, "state_at_owners", False)
     for parameter, state in optimizer.state.items():
-        if (words := unsavable_state(state, parameter.shape)) and dist.get_rank() == 0:
+        words = AT_OWNERS if is_owned else unsavable_state(state, parameter.shape)
+        if words and dist.get_rank() == 0:
             warnings.warn(
                 f"{type(optimizer).__name__} {words}: run.save will save only the weights, and end "
                 f"the script; {HELD}",

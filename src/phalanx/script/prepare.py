@@ -165,8 +165,8 @@ class Prepared:
                 raise ScriptError(
                     f"prepare: this {type(each).__name__} is prepared already; give it once"
                 )
-            rebind(each, self._model[2] if self._model else {}, model)
             step.guard(each)
+            rebind(each, self._model[2] if self._model else {}, model, self.job.comm)
             self.optimizers.append(each)
         elif isinstance(each, DataLoader):
             is_uneven = self._model is not None and self.deals_unevenly

@@ -99,8 +99,7 @@ def _opened(
     options = Options(
         out=out,
         resume=number > 0,
-        save_every=middle,
-        save_every_minutes=0,
+        save=f"every={middle},minutes=0",
         eval_every=middle,
         device="cpu",
         nonfinite="skip",  # so that a step that is not finite is compared

@@ -148,7 +148,7 @@ class ModuleSession(Session):
 
     @override
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
-        optimizer = optimizer_of(self.trainer.optimizer, model)
+        optimizer = optimizer_of(self.trainer.optimizer, model, self.comm)
         self.scheduler = scheduler_of(self.trainer.scheduler, optimizer)
         return optimizer
 

@@ -24,7 +24,6 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx.config.fields import SEED, STEPS, Range
-from phalanx.config.profile_options import ProfileOptions
 from phalanx.config.schema import MOST_ROWS, JobConfig, RunConfig
 from phalanx.config.validate import AUTO
 from phalanx.errors import ConfigError
@@ -78,8 +77,6 @@ class Options(RunConfig):
         check_settings(self)
         require_agent(self.memory_every)
         log_of(self.log_to)
-        if self.profile is not None:
-            ProfileOptions.parse(self.profile)
         object.__setattr__(self, "device", choose_device(self.device)[0])
 
     @property

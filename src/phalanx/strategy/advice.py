@@ -154,7 +154,7 @@ def shrunk(strategy: Strategy, most_ranks: int, global_rows: int | None) -> Stra
     splits = itertools.product(*(_smaller(name, axis) for name, axis in whole.items()))
     axes = dict(zip(whole, max(splits, key=worth), strict=True))
     most = most_ranks // math.prod(axis.degree for axis in axes.values())
-    rows = global_rows or 0  # every number divides 0
+    rows = (global_rows or 0) // axes["ep"].degree  # every number divides 0
     fsdp = max(n for n in range(1, min(strategy.fsdp.degree, most) + 1) if rows % n == 0)
     replicas = range(1, min(strategy.dp.degree, most // fsdp) + 1)
     dp = max(n for n in replicas if rows % (n * fsdp) == 0)

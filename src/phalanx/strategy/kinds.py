@@ -80,6 +80,9 @@ KINDS: Final = {
         "ring": Kind("each sample is split by positions; keys and values circulate", chunks=2),
         "ulysses": Kind("the same; heads are split where they attend"),
     },
+    "ep": {
+        "all_to_all": Kind("each process has some experts; tokens travel to their experts"),
+    },
     "tp": {
         "1d": Kind("each layer is split, with sequence parallelism"),
         "megatron": Kind("each layer is split, activations stay full"),
@@ -117,6 +120,7 @@ WHY_SENT: Final = {
     "fsdp": "a rank holds shards of the parameters, gathers them for the arithmetic, and reduces "
     "gradients to shards",
     "cp": "attention needs keys and values of the positions on the other ranks",
+    "ep": "tokens go to the ranks of their experts, and the results return",
     "tp": "each product is split over these ranks: inputs are gathered, or parts of it summed",
 }
 """Axis -> why its ranks send."""
@@ -124,7 +128,7 @@ WHY_SENT: Final = {
 SERVED: Final = ("ps", "ssp", "async", "quorum", "local")
 """Kinds of dp with parameter servers; each worker is a separate job of one process."""
 
-AXES: Final = ("pp", "dp", "fsdp", "cp", "tp")
+AXES: Final = ("pp", "dp", "fsdp", "cp", "ep", "tp")
 """Names of the axes, outer to inner."""
 
 POSITIONS: Final = "cp"

@@ -4,8 +4,8 @@
 
 The text is a comma-separated list of `AXIS DEGREE [":" KIND ["/" OPTION]]`, in any order, and of
 the settings `recompute:KIND[/OPTION]`, `cut:LAYERS+LAYERS...` and `schedule:FILE`, which have no
-degree. The canonical order is outer to inner, the slowest link first: pp dp fsdp cp tp. An axis
-that is not named has degree 1. This module does not import torch.
+degree. The canonical order is outer to inner, the slowest link first: pp dp fsdp cp ep tp. An
+axis that is not named has degree 1. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ class Strategy:
     dp: Axis = Axis(1, "bucketed")
     fsdp: Axis = Axis(1, "zero3")
     cp: Axis = Axis(1, "ring")
+    ep: Axis = Axis(1, "all_to_all")
     tp: Axis = Axis(1, "1d")
     recompute: Recompute = Recompute()
     cut: tuple[int, ...] = ()
@@ -182,8 +183,8 @@ class Strategy:
 
     @property
     def data_ranks(self) -> int:
-        """Number of groups of ranks that process different samples: dp times fsdp."""
-        return self.dp.degree * self.fsdp.degree
+        """Number of groups of ranks that process different samples: dp times fsdp times ep."""
+        return self.dp.degree * self.fsdp.degree * self.ep.degree
 
     @property
     def splits_rows(self) -> bool:
@@ -213,8 +214,8 @@ class Strategy:
 
     @property
     def of_block(self) -> Strategy:
-        """The axes that split the tensors of one block, cp and tp, and its recomputation."""
-        return Strategy(cp=self.cp, tp=self.tp, recompute=self.recompute)
+        """The axes that split the tensors of one block, cp, ep and tp, and its recomputation."""
+        return Strategy(cp=self.cp, ep=self.ep, tp=self.tp, recompute=self.recompute)
 
     def with_whole_positions(self) -> Strategy:
         """Return a copy without cp, the axis that splits positions."""
@@ -222,8 +223,17 @@ class Strategy:
 
     @property
     def num_shards(self) -> int:
-        """Number of shards of training state under fsdp, which shards over cp too; else 1."""
-        return self.fsdp.degree * self.cp.degree if self.fsdp.degree > 1 else 1
+        """Number of shards of training state under fsdp, which shards over cp and ep too; else 1.
+
+        An expert has as many: its rank of ep has one shard of it for each rank of fsdp and cp.
+        """
+        num = self.fsdp.degree * self.cp.degree * self.ep.degree
+        return num if self.fsdp.degree > 1 else 1
+
+    @property
+    def num_expert_shards(self) -> int:
+        """Number of parts of the experts' training state: shards under fsdp, else ranks of ep."""
+        return self.num_shards if self.fsdp.degree > 1 else self.ep.degree
 
     def __str__(self) -> str:
         parts = [text_of(name, part) for name, part in self.named()]

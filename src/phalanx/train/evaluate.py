@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.comm.together import gather_objects
-from phalanx.config.schema import RunConfig
-from phalanx.config.validate import check_best
 from phalanx.errors import ConfigError
 from phalanx.train.notice import notice_if_slow
 
@@ -22,7 +20,7 @@ if TYPE_CHECKING:
 
 
 LOSS = "min:loss"
-"""Measure by which evaluations are compared if `best` is not set."""
+"""Measure by which evaluations are compared if `save` has no best."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class BestTracker:
         measures = {"loss": evaluation.loss, **evaluation.metrics}
         if name not in measures:
             raise ConfigError(
-                f"best is {self.measure}, but an evaluation measures {', '.join(measures)}; "
+                f"save: best is {self.measure}, but an evaluation measures {', '.join(measures)}; "
                 f"expected one of these names after {direction}:"
             )
         value, sign = measures[name], -1 if direction == "max" else 1
@@ -146,18 +144,6 @@ class BestTracker:
             return False
         self.value, self.step, self.num_worse = value, evaluation.step, 0
         return True
-
-    @staticmethod
-    def of(config: RunConfig) -> BestTracker | None:
-        """Return the tracker for the settings of a run; None if `best` and `patience` are unset.
-
-        Raises:
-            ConfigError: the measure is not valid.
-        """
-        if config.best is None and config.patience is None:
-            return None
-        check_best(config)
-        return BestTracker(config.best or LOSS, config.patience)
 
     @property
     def is_over(self) -> bool:

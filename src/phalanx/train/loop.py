@@ -109,14 +109,15 @@ class Watcher(Protocol):
 def take_steps(session: Session, records: Watcher) -> int:
     """Take all steps, evaluate and save; return the signal that stopped the loop early, or 0."""
     step, config, num_steps = session.step, session.config, session.num_steps
-    pace = StopAndSaveSync(60 * config.save_every_minutes, session.is_first)
+    policy = config.save_policy
+    pace = StopAndSaveSync(policy, session.is_first)
     is_over = session.best is not None and session.best.is_over
     is_unsaved = False  # the run ends once a checkpoint could be saved
     if not is_restarted() or step.steps_done >= num_steps:  # else the next step comes first
         with compiling(config.compile):
             _evaluate(session, records)
     saved = session.saved_steps
-    if _is_save_due(session, saved):
+    if policy.num_due(saved, step.steps_done, num_steps):
         saved = _begin_save(session, pace, saved, is_passing=False)
     while step.steps_done < num_steps and not is_over:
         if pace.stop_signal and session.may_stop:
@@ -137,7 +138,7 @@ def take_steps(session: Session, records: Watcher) -> int:
         # due after a step       evaluate          save
         # last step, end asked   yes               for good
         # eval_every             unless a signal   if the best so far: until the next save
-        # save_every                               for good
+        # `every` of save                          for good
         # clock, signal                            until the next save
         is_over = session.called.step(done, result) or is_unsaved or done == num_steps
         is_best, earlier = False, session.best and session.best.state_dict()
@@ -145,7 +146,7 @@ def take_steps(session: Session, records: Watcher) -> int:
         if is_over or (is_eval_due and not pace.stop_signal):
             is_best, is_asked = _evaluate(session, records)
             is_over = is_over or is_asked
-        is_saved = is_over or _is_save_due(session, saved)
+        is_saved = is_over or policy.num_due(saved, done, num_steps) > 0
         is_passing = is_best or pace.is_save_due or pace.stop_signal > 0
         if is_saved or is_passing:
             saved = _begin_save(session, pace, saved, is_passing=not is_saved)
@@ -158,16 +159,6 @@ def take_steps(session: Session, records: Watcher) -> int:
         session.saver.finish()
     records.gather()
     return 0 if is_over else pace.stop_signal
-
-
-def _is_save_due(session: Session, saved: int) -> bool:
-    """Return whether the settings ask for a checkpoint after the latest step, or an earlier one.
-
-    `saved` are the steps of the last checkpoint.
-    """
-    done, every = session.step.steps_done, session.config.save_every
-    is_due = done == session.num_steps or (every > 0 and done // every > saved // every)
-    return is_due and done > saved
 
 
 def _begin_save(session: Session, pace: StopAndSaveSync, saved: int, *, is_passing: bool) -> int:

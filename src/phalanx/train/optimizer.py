@@ -1,19 +1,29 @@
-"""AdamW with weight decay for matrices only, and a cosine learning rate after a linear warm-up.
+"""AdamW and Muon with weight decay for matrices only, and a cosine rate after a linear warm-up.
 
 AdamW: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019. Cosine: Loshchilov and
-Hutter, SGDR, 2017, without restarts.
+Hutter, SGDR, 2017, without restarts. Muon: Jordan et al., Muon: An optimizer for hidden layers in
+neural networks, 2024; its rate for AdamW's settings: Liu et al., Muon is Scalable for LLM Training,
+2025.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from phalanx.comm.comm import Comm, SingleRankComm, local_shard
 from phalanx.config import OptimizerConfig
+from phalanx.errors import ScriptError
+from phalanx.models.decoder import Decoder
+from phalanx.parallel.tensor.layers import is_transposed
+from phalanx.parallel.tensor.roles import roles_of
+from phalanx.parallel.whole_matrix import Matrix, Owners
 
 
 class AdamW(torch.optim.AdamW):
@@ -33,23 +43,403 @@ class AdamW(torch.optim.AdamW):
         return has_complex
 
 
-def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
-    """Return a fused AdamW over the trainable parameters of `model`.
+AdjustedRate = Literal["original", "match_rms_adamw"]
+"""How Muon scales the rate of a matrix [A, B]: by sqrt(max(1, A/B)), or by 0.2 sqrt(max(A, B)), so
+that the update has the root mean square of AdamW's."""
 
-    Vectors (norms and biases) have no weight decay. A tied parameter appears once.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic a x + b x^3 + c x^5, which has the steepest slope at 0 (Jordan et al., 2024)."""
+
+
+def orthogonalize(
+    matrix: Tensor, coefficients: Sequence[float], num_steps: int, eps: float
+) -> Tensor:
+    """Return nearly U V^T of the matrix U S V^T, by Newton-Schulz steps in the matrix's dtype.
+
+    It computes what torch.optim.Muon computes, in the same operations, and leaves `matrix` as is.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim >= 2]
-    vectors = [parameter for parameter in trained if parameter.ndim < 2]
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=eps)  # the largest singular value is at most 1
+    for _ in range(num_steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def newton_schulz_flops(shape: Sequence[int], num_steps: int = 5) -> float:
+    """Return the FLOPs of `orthogonalize` of a matrix, or of each matrix of a stack, of `shape`."""
+    narrow, wide = sorted(shape[-2:])
+    # Per step x x^T, its square, and the product with x.
+    per_step = 2 * narrow * narrow * wide + 2 * narrow**3 + 2 * narrow * narrow * wide
+    return float(num_steps * per_step * math.prod(shape[:-2]))
+
+
+def muon_cost(shapes: Iterable[Sequence[int]], num_steps: int = 5) -> tuple[float, int]:
+    """Return FLOPs and optimizer elements of a Muon step over matrices of `shapes`, on all ranks.
+
+    Every owner computes its part of the FLOPs, and the elements, one moment, are sharded as the
+    matrices are. AdamW has two moments.
+    """
+    shapes = list(shapes)
+    flops = sum(newton_schulz_flops(shape, num_steps) for shape in shapes)
+    return flops, sum(math.prod(shape) for shape in shapes)
+
+
+def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> list[range]:
+    """Return the rows, along the first dimension, of each matrix of a parameter of a Muon group.
+
+    A parameter [E, F, D] is a stack of E matrices. With `parts`, it is a fusion of matrices, whose
+    numbers of rows have these proportions.
+    """
+    if len(shape) == 3:
+        return [range(n, n + 1) for n in range(shape[0])]
+    parts: Sequence[int] = (1,) if group.get("parts_dim") else group.get("parts", (1,))
+    if shape[0] % sum(parts):
+        raise ScriptError(
+            f"Muon: {shape[0]} rows do not divide into matrices of the proportions {tuple(parts)}"
+        )
+    ends = [0, *itertools.accumulate(shape[0] // sum(parts) * part for part in parts)]
+    return [range(*both) for both in itertools.pairwise(ends)]
+
+
+def step_matrices(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, Any]]) -> None:
+    """Take Muon's step on the parameters of `groups` that have a gradient.
+
+    Momentum and weights are updated shard by shard; only the orthogonalisation needs the whole
+    matrix, at its owner. Its input and its result travel in the data type of the iteration, so a
+    narrower type loses nothing.
+    """
+    owners: Owners | None = getattr(optimizer, "owners", None)
+    found = {p: group for group in groups for p in group["params"] if p.grad is not None}
+    known = {} if owners is None else {p: n for n, p in enumerate(owners.parameters)}
+    for parameter in (p for p in found if p not in known):
+        if isinstance(parameter, DTensor):
+            raise ScriptError(
+                f"{type(optimizer).__name__}: a parameter of shape {tuple(parameter.shape)} is "
+                "sharded, and Muon needs whole matrices; give the optimizer to run.prepare, with "
+                "all of its parameters"
+            )
+    here = _owners(SingleRankComm(), {p: group for p, group in found.items() if p not in known})
+    there = {p: group for p, group in found.items() if p in known}
+    for of, some in ((here, found), (owners, there)):
+        if of is None:
+            continue
+        used: dict[torch.dtype, list[int]] = {}
+        for number, parameter in enumerate(of.parameters):
+            if parameter in some:
+                dtype = iteration_dtype(parameter.dtype, some[cast(nn.Parameter, parameter)])
+                used.setdefault(dtype, []).append(number)
+        for dtype, numbers in used.items():
+            _step_in(of, optimizer.state, some, numbers, dtype)
+
+
+def iteration_dtype(dtype: torch.dtype, group: Mapping[str, Any]) -> torch.dtype:
+    """Return the data type in which a group iterates: float64 for float64, else its setting.
+
+    Without a setting it is bfloat16, as in torch.optim.Muon.
+    """
+    if dtype == torch.float64:
+        return dtype
+    return getattr(torch, group.get("ns_dtype") or "bfloat16")
+
+
+def _owners(comm: Comm, groups: Mapping[nn.Parameter, Mapping[str, Any]]) -> Owners:
+    parameters = list(groups)
+
+    def rows_of(number: int) -> list[range]:
+        parameter = parameters[number]
+        return matrices_of(parameter.shape, groups[parameter])
+
+    return Owners(comm, parameters, rows_of, newton_schulz_flops)
+
+
+def _step_in(
+    owners: Owners,
+    state: dict[Any, Any],
+    groups: Mapping[nn.Parameter, Mapping[str, Any]],
+    used: Sequence[int],
+    dtype: torch.dtype,
+) -> None:
+    def tensors_of(each: Matrix) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
+        parameter = cast(nn.Parameter, owners.parameters[each.parameter])
+        buffer, gradient = state[parameter]["momentum_buffer"], parameter.grad
+        assert gradient is not None, "only parameters with a gradient are used"
+        shards = (local_shard(t.detach()) for t in (parameter, gradient, buffer))
+        rows, gradient, buffer = map(each.local, shards)
+        return rows, gradient, buffer, groups[parameter]
+
+    for number in used:
+        parameter = cast(nn.Parameter, owners.parameters[number])
+        gradient, kept = parameter.grad, state[parameter]
+        assert gradient is not None, "only parameters with a gradient are used"
+        if "momentum_buffer" not in kept:
+            kept["momentum_buffer"] = torch.zeros_like(
+                gradient, memory_format=torch.preserve_format
+            )
+        weight = 1 - groups[parameter]["momentum"]
+        local_shard(kept["momentum_buffer"]).lerp_(local_shard(gradient), weight)
+
+    def direction(each: Matrix) -> Tensor:
+        _, gradient, buffer, group = tensors_of(each)
+        return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+
+    for each in owners.rounds(used, dtype.itemsize):
+        wholes = owners.gather(each, direction, dtype)
+        for matrix, whole in wholes.items():
+            group = groups[cast(nn.Parameter, owners.parameters[matrix.parameter])]
+            how = (group["ns_coefficients"], group["ns_steps"], group["eps"])
+            parts = _parts(whole, group)
+            made = [
+                orthogonalize(part.reshape(part.shape[-2:]), *how).reshape(part.shape)
+                for part in parts
+            ]
+            wholes[matrix] = made[0] if len(made) == 1 else torch.cat(made, group["parts_dim"])
+        for matrix, update in owners.scatter(each, wholes, dtype).items():
+            rows, *_, group = tensors_of(matrix)
+            shape = _parts(torch.empty(matrix.shape, device="meta"), group)[0].shape
+            rate = float(group["lr"])
+            rows.mul_(1 - rate * group["weight_decay"])
+            rows.add_(update, alpha=-rate * rate_ratio(group["adjust_lr_fn"], shape))
+
+
+def _parts(whole: Tensor, group: Mapping[str, Any]) -> Sequence[Tensor]:
+    """Return the matrices that an owner gets as one: those fused along columns."""
+    dim = group.get("parts_dim", 0)
+    return whole.chunk(len(group["parts"]), dim) if dim else [whole]
+
+
+def rate_ratio(adjusted: str | None, shape: Sequence[int]) -> float:
+    """Return the factor of the rate of a matrix [A, B], see `AdjustedRate`."""
+    rows, columns = shape[-2:]
+    if adjusted == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
+
+
+class TorchMuon(torch.optim.Muon):
+    """torch.optim.Muon on split parameters; `bind` gives its class to an optimizer."""
+
+    owners: Owners | None = None
+
+    def _init_group(self, group: Any, *lists: Any) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del lists  # they stay empty, and PyTorch's step then updates nothing
+        if group is self.param_groups[-1]:
+            step_matrices(self, self.param_groups)
+        return False
+
+
+def bind(optimizer: torch.optim.Optimizer, comm: Comm) -> bool:
+    """Choose the owners of the matrices of a Muon optimizer; its parameters are split already.
+
+    Every rank calls this together. A torch.optim.Muon keeps its groups and its state, and becomes a
+    `TorchMuon`, so that references to the object stay valid.
+
+    Returns:
+        Whether the optimizer is a Muon.
+    """
+    if type(optimizer) is torch.optim.Muon:
+        optimizer.__class__ = TorchMuon
+    if not isinstance(optimizer, Muon | TorchMuon):
+        return False
+    groups = [group for group in optimizer.param_groups if group.get("use_muon", True)]
+    optimizer.owners = _owners(comm, {p: group for group in groups for p in group["params"]})
+    return True
+
+
+class Muon(AdamW):
+    """Muon for the groups with `use_muon`, and AdamW for all other groups.
+
+    A parameter of Muon is a matrix, or a stack of matrices [E, F, D]. Its step is exact under every
+    split, see parallel/whole_matrix.py; `phalanx.Run.prepare` and the trainers tell the optimizer
+    how its parameters are split.
+
+    Attributes:
+        owners: owners of the matrices; None before `bind`, with all matrices whole here.
+    """
+
+    owners: Owners | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: AdjustedRate | None = None,
+        *,
+        ns_dtype: str | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        adam_eps: float = 1e-8,
+        fused: bool | None = None,
+    ) -> None:
+        """Take torch.optim.Muon's arguments, and AdamW's for groups with `use_muon=False`.
+
+        Args:
+            params: parameters, or groups. A group of fused weights has the proportions of their
+                matrices along the rows in `parts`, such as (4, 1, 1) for queries, keys and values;
+                equal parts along another dimension need its number in `parts_dim`. `muon_groups`
+                makes the groups of a known model.
+            lr: learning rate of groups that have none of their own.
+            weight_decay: decoupled weight decay.
+            momentum: weight of the earlier gradients in their mean.
+            nesterov: whether the newest gradient counts twice.
+            ns_coefficients: coefficients of the Newton-Schulz iteration.
+            eps: least norm of a matrix.
+            ns_steps: steps of the iteration.
+            adjust_lr_fn: how the shape of a matrix scales the rate; "original" if None.
+            ns_dtype: data type of the iteration: "bfloat16" if None; float64 for float64 matrices.
+            betas: decay of AdamW's moments.
+            adam_eps: added to the root of AdamW's second moment.
+            fused: whether AdamW is fused; the choice of PyTorch if None.
+        """
+        self._of_adam = {"eps": adam_eps, "use_muon": False}
+        self._of_muon = {
+            "use_muon": True, "momentum": momentum, "nesterov": nesterov, "eps": eps,
+            "ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
+            "ns_dtype": ns_dtype, "parts": (1,), "parts_dim": 0,
+        }  # fmt: skip
+        super().__init__(
+            params, lr=lr, betas=betas, eps=adam_eps, weight_decay=weight_decay, fused=fused
+        )
+        # A fused AdamW skips a step that a GradScaler finds infinite by itself, and Muon does not.
+        self._step_supports_amp_scaling = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # Adam's expects a step of every state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with Muon's settings unless its `use_muon` is false."""
+        is_muon = param_group.get("use_muon", True)
+        super().add_param_group({**(self._of_muon if is_muon else self._of_adam), **param_group})
+        group = self.param_groups[-1]
+        if is_muon and group["parts_dim"] and len(set(group["parts"])) > 1:
+            raise ScriptError(
+                f"Muon: parts of the proportions {group['parts']} along dimension "
+                f"{group['parts_dim']}; expected equal parts, or parts_dim=0"
+            )
+        for parameter in group["params"] if is_muon else ():
+            if parameter.ndim not in (2, 3):
+                raise ScriptError(
+                    f"Muon: a parameter has the shape {tuple(parameter.shape)}; expected a matrix "
+                    "or a stack of matrices; give the others in a group with use_muon=False"
+                )
+
+    def _init_group(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, group: dict[str, Any], *lists: list[torch.Tensor]
+    ) -> bool:
+        if not group["use_muon"]:
+            return super()._init_group(group, *lists)
+        # All of Muon's groups move together, with the last one; AdamW finds no tensors here.
+        groups = [each for each in self.param_groups if each["use_muon"]]
+        if group is groups[-1]:
+            step_matrices(self, groups)
+        return False
+
+
+def build_optimizer(model: nn.Module, config: OptimizerConfig, comm: Comm | None = None) -> AdamW:
+    """Return the optimizer of the trainable parameters of `model`; AdamW is fused.
+
+    Vectors (norms and biases) have no weight decay. A tied parameter appears once. With the kind
+    muon, `hidden_matrices` are updated by Muon, and all others by AdamW.
+
+    Args:
+        model: the model, split.
+        config: settings.
+        comm: communicator of the split; None if this process has the whole model.
+    """
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    hidden = hidden_matrices(trained) if config.kind == "muon" else ()
+    others = [p for n, p in trained.items() if n not in hidden]
+    matrices = [parameter for parameter in others if parameter.ndim >= 2]
+    vectors = [parameter for parameter in others if parameter.ndim < 2]
     decays = ((matrices, config.weight_decay), (vectors, 0.0))
+    groups: list[dict[str, Any]]
     groups = [{"params": some, "weight_decay": decay} for some, decay in decays if some]
-    return AdamW(
-        groups or [{"params": trained}],  # a pipeline stage may be frozen
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
+    shared: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2)}
+    if config.kind == "adamw":
+        groups = groups or [{"params": others}]  # a pipeline stage may be frozen
+        return AdamW(groups, eps=config.eps, fused=True, **shared)
+    rest = groups or [{"params": []}]
+    groups = [{**group, "use_muon": False} for group in rest]
+    if hidden:
+        ratio = 1.0 if config.matrix_lr is None else config.matrix_lr / config.lr
+        groups.append(
+            {"params": [trained[n] for n in hidden], "lr": config.lr * ratio, "lr_ratio": ratio}
+        )
+    muon = Muon(
+        groups,
+        weight_decay=config.weight_decay,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        ns_steps=config.ns_steps,
+        adjust_lr_fn=config.adjust_lr,
+        ns_dtype=config.ns_dtype,
+        adam_eps=config.eps,
         fused=True,
+        **shared,
     )
+    if comm is not None:
+        bind(muon, comm)
+    return muon
+
+
+def hidden_matrices(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return the names of the matrices of blocks of a decoder, which Muon updates.
+
+    The others are embedding, head, norms, biases, routers, and gates of one row.
+    """
+    return [
+        name
+        for name, parameter in parameters.items()
+        if name.startswith("blocks.")
+        and parameter.ndim >= 2
+        and not name.endswith((".router.weight", ".shared_gate.weight"))
+    ]
+
+
+def muon_groups(model: nn.Module, roles: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """Return the parameter groups of a `Muon` for a model, by the roles of its modules under tp.
+
+    Weights of column and row maps go to Muon, fused ones (queries, keys and values, or gate and up)
+    part by part; all other parameters to AdamW, vectors without weight decay.
+
+    Args:
+        model: decoder, transformers model of docs/strategies.md, or any module, before its split.
+        roles: patterns of module names -> roles, such as {"layers.*.up": "column"}, with precedence
+            over the built-in ones.
+
+    Raises:
+        StrategyError: the roles of the model are unknown.
+    """
+    if isinstance(model, Decoder):
+        hidden = {name: ((1,), 0) for name in hidden_matrices(dict(model.named_parameters()))}
+    else:
+        maps = [r for r in roles_of(model, roles).values() if r.role in ("column", "row")]
+        hidden = {
+            f"{each.name}.weight": (each.parts, int(is_transposed(each.module))) for each in maps
+        }
+    of_muon: dict[tuple[tuple[int, ...], int], list[nn.Parameter]] = {}
+    matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
+    for name, parameter in model.named_parameters():
+        if name in hidden:
+            of_muon.setdefault(hidden[name], []).append(parameter)
+        elif parameter.requires_grad:
+            (matrices if parameter.ndim > 1 else vectors).append(parameter)
+    groups: list[dict[str, Any]] = [
+        {"params": some, "parts": parts, "parts_dim": dim if len(parts) > 1 else 0}
+        for (parts, dim), some in of_muon.items()
+    ]
+    if matrices:
+        groups.append({"params": matrices, "use_muon": False})
+    if vectors:
+        groups.append({"params": vectors, "use_muon": False, "weight_decay": 0.0})
+    return groups
 
 
 def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from phalanx.comm.together import max_over_ranks
+from phalanx.config.save_policy import SavePolicy
 from phalanx.launch.heartbeat import PULSE
 
 COMPARE_S = 1.0
@@ -28,15 +29,15 @@ class StopAndSaveSync:
     Attributes:
         stop_signal: number of the signal by which all ranks stop after this step, or 0.
         has_compared: whether the ranks have compared after the latest step.
-        is_save_due: whether the last save began at least `save_every_s` ago, so that a save is due.
+        is_save_due: whether the last save is so long ago that the policy asks for one by time.
     """
 
     def __init__(
-        self, save_every_s: float, is_first: bool, clock: Callable[[], float] = time.monotonic
+        self, policy: SavePolicy, is_first: bool, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start the clock, of which only rank 0's counts; `save_every_s` 0 disables timed saves."""
+        """Start the clock, of which only rank 0's counts."""
         self._is_first = is_first
-        self._save_every_s = save_every_s
+        self._policy = policy
         self._clock = clock
         self._saved_s = self._compared_s = clock()
         self._interval = self._steps_left = 1
@@ -56,8 +57,7 @@ class StopAndSaveSync:
         is_due, interval = 0, 0
         if self._is_first:
             now_s = self._clock()
-            late = self._save_every_s > 0 and now_s - self._saved_s >= self._save_every_s
-            is_due = int(late and can_save)
+            is_due = int(can_save and self._policy.is_late(now_s - self._saved_s))
             step_s = max((now_s - self._compared_s) / self._interval, COMPARE_S / MAX_STEPS)
             interval = max(1, round(COMPARE_S / step_s))
             self._compared_s = now_s

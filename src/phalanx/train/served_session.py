@@ -172,12 +172,9 @@ class ServedSession(TextSession):
     @property
     @override
     def saved_steps(self) -> int:
-        begun = self.job.done[0]
-        return (
-            max(complete_checkpoints(self.out), default=begun)
-            if self.is_first
-            else super().saved_steps
-        )
+        if not self.is_first:
+            return super().saved_steps
+        return max(complete_checkpoints(self.out), default=self.job.done[0])
 
     @property
     @override
@@ -199,8 +196,8 @@ class ServedSession(TextSession):
         self._is_round_saved = isinstance(self.step, LocalStep) and self.step.is_save_agreed
         if isinstance(self.step, LocalStep) and self.step.is_save_agreed:
             self.step.is_save_agreed = False
-            done, every = self.step.steps_done, self.config.save_every
-            if done < self.num_steps and not (every and done % every == 0):
+            done = self.step.steps_done
+            if not self.config.save_policy.num_due(done - 1, done, self.num_steps):
                 self._save(is_passing=True)
 
     def _save(self, *, is_passing: bool) -> None:

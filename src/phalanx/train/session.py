@@ -44,7 +44,7 @@ from phalanx.parallel.plan import Plan
 from phalanx.parallel.skeleton import blocks_of
 from phalanx.strategy import Strategy
 from phalanx.train.callback import CallbackRunner, Callbacks
-from phalanx.train.evaluate import BestTracker
+from phalanx.train.evaluate import LOSS, BestTracker
 from phalanx.train.job.request import log_of
 from phalanx.train.job.run_folder import check_unused
 from phalanx.train.notice import announce, notice_if_slow
@@ -124,7 +124,8 @@ class Session(ABC):
             PhalanxError: the strategy, a setting or the checkpoint does not fit.
         """
         self.strategy, self.config, self.out = strategy, config, out
-        self.best = BestTracker.of(config)
+        measure = config.save_policy.best or (None if config.patience is None else LOSS)
+        self.best = None if measure is None else BestTracker(measure, config.patience)
         self.comm = Ranks(strategy.of_worker, config.device, shares_memory=config.shared_memory)
         named = log_of(config.log_to) if self.is_first else None
         self.logs = [log for log in (extras.log, named) if log is not None]
@@ -172,7 +173,7 @@ class Session(ABC):
 
     def locked(self) -> Saver:
         """Return the saver, which locks the folder of the run."""
-        keep = self.config.keep_checkpoints
+        keep = self.config.save_policy.keep
         return Saver(self.out, keep=keep, num_stages=self.comm.size("pp"))
 
     def claim(self) -> None:

@@ -27,12 +27,14 @@ from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
 from phalanx.measure.timer import Term
 from phalanx.parallel.accumulate import Accumulate, Runner
+from phalanx.train.balance import Balance
 from phalanx.train.clip import gradient_norm, scale_to
 from phalanx.train.objective import Objective
 from phalanx.train.optimizer import learning_rate
 
 TERMS: dict[str, Term] = {
     "count": "communication",
+    "balance": "communication",
     "forward": "forward",
     "backward": "backward",
     "sizes": "communication",
@@ -53,7 +55,8 @@ class StepResult:
     """The result of one step, equal on every rank.
 
     Attributes:
-        loss: sum over valid tokens / valid tokens of the global batch, in nats.
+        loss: sum over valid tokens / valid tokens of the global batch, in nats, and the auxiliary
+            losses of experts.
         grad_norm: norm of the full gradient before clipping.
         learning_rate: learning rate of this step.
         num_valid_tokens: valid tokens in the global batch.
@@ -98,6 +101,7 @@ class Step:
         self.run = run
         self.scaler = scaler or torch.amp.GradScaler(comm.device.type, enabled=False)
         self.nonfinite = nonfinite
+        self.balance = Balance(model, comm)
         self.steps_done = 0
         self._watchers: list[Phase] = []
 
@@ -126,18 +130,35 @@ class Step:
         loss_sum = torch.zeros((), dtype=torch.float64, device=device)
 
         def forward(microbatch: Any) -> torch.Tensor:
-            return self.objective.loss_sum(self.model, microbatch, self.steps_done)
+            with self.balance.counting():
+                return self.objective.loss_sum(self.model, microbatch, self.steps_done)
+
+        def balance() -> None:
+            with self.phase("balance"):
+                self.balance.reduce(self.scaler.scale(torch.ones_like(loss_sum)))
 
         def scale(summed: torch.Tensor) -> torch.Tensor:
             loss_sum.add_(summed.detach())
+            if self.balance.has_losses:
+                balance()
             return self.scaler.scale(summed / divisor)
 
         self.optimizer.zero_grad(set_to_none=True)
+        self.balance.begin()
+        if self.balance.needs_first_pass(len(microbatches)):
+            with self.phase("forward"):
+                for microbatch in microbatches:
+                    self.run.infer(microbatch, forward)
+            if self.run.reducer is not None:
+                self.run.reducer.reset_step()
+            balance()
         # Forward, backward and gradient reduction: parallel/accumulate.py, pipeline/runtime.py.
         self.run(microbatches, forward, scale, self.phase)
+        if self.balance.needs_counts:
+            balance()
         with self.phase("metrics"):
             loss = self.comm.all_reduce(loss_sum, "loss") / divisor
-        return loss, num_valid
+        return loss + self.balance.end(), num_valid
 
     def apply_gradients(self, loss: torch.Tensor, num_valid: torch.Tensor) -> StepResult:
         """Clip, update the weights, and count the step, given what `compute_gradients` returned.
@@ -170,7 +191,7 @@ class Step:
             rate = learning_rate(self.config, self.steps_done, self.num_steps)
         with self.phase("optimizer"):
             for group in groups if self.num_steps is not None else ():
-                group["lr"] = rate
+                group["lr"] = rate * group.get("lr_ratio", 1.0)
             self.update(values.norm if is_finite else None)
             self.scaler.update()
         self.steps_done += 1
@@ -182,6 +203,7 @@ class Step:
             if 0 < self.config.clip_norm < norm:
                 scale_to(self.gradients(), norm, self.config.clip_norm)
             self.optimizer.step()
+            self.balance.update_biases()
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the gradients of all parameters that have one."""

@@ -144,7 +144,7 @@ class TextSession(Session):
 
     @override
     def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
-        return build_optimizer(model, self.job.config.optimizer)
+        return build_optimizer(model, self.job.config.optimizer, self.comm)
 
     @override
     def open_stream(self) -> Loader:

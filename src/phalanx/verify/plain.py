@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from phalanx.config import CorpusConfig
 from phalanx.data.samples import Batch
 from phalanx.data.token_file import TokenFile
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _LEVELS = 1 << 16
@@ -159,6 +159,46 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
+class LatentAttention(nn.Module):
+    """Multi-head latent attention with a given mask, a head after another."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        assert shape.latent is not None
+        self.of, self.num_heads = shape.latent, shape.num_heads
+        self.width = self.of.plain_dim + self.of.rope_dim
+        if self.of.query_rank is not None:
+            self.q_down = nn.Linear(shape.hidden, self.of.query_rank, False)
+            self.q_latent_norm = Norm(self.of.query_rank, shape)
+        self.q = nn.Linear(self.of.query_rank or shape.hidden, self.num_heads * self.width, False)
+        self.kv_down = nn.Linear(shape.hidden, self.of.kv_rank + self.of.rope_dim, False)
+        self.kv_latent_norm = Norm(self.of.kv_rank, shape)
+        rows = self.num_heads * (self.of.plain_dim + self.of.value_dim)
+        self.kv = nn.Linear(self.of.kv_rank, rows, False)
+        self.output = nn.Linear(self.num_heads * self.of.value_dim, shape.hidden, False)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None, sees: Tensor) -> Tensor:
+        """Map x[B, T, D] to y[B, T, D]; `sees[B, 1, T, T]` is True where a query sees a key."""
+        assert angles is not None
+        cos, sin = (angle[:, :, 0] for angle in angles)
+        plain = self.of.plain_dim
+        reads = x if self.of.query_rank is None else self.q_latent_norm(self.q_down(x))
+        down = self.kv_down(x)
+        latent = self.kv_latent_norm(down[..., : self.of.kv_rank])
+        turned_key = _rotate(down[..., self.of.kv_rank :], cos, sin)
+        mixed: list[Tensor] = []
+        for q, kv in zip(
+            self.q(reads).chunk(self.num_heads, -1),
+            self.kv(latent).chunk(self.num_heads, -1),
+            strict=True,
+        ):
+            turned = _rotate(q[..., plain:], cos, sin)
+            scores = q[..., :plain] @ kv[..., :plain].mT + turned @ turned_key.mT
+            scores = (scores / math.sqrt(self.width)).masked_fill(~sees[:, 0], -math.inf)
+            mixed.append(scores.softmax(-1) @ kv[..., plain:])
+        return self.output(torch.cat(mixed, -1))
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     left, right = x.to(cos.dtype).chunk(2, -1)
     return torch.cat((left * cos - right * sin, left * sin + right * cos), -1).to(x.dtype)
@@ -167,13 +207,13 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class MLP(nn.Module):
     """SwiGLU, GEGLU, or GELU without a gate; GELU in the tanh approximation."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, ffn: int) -> None:
         super().__init__()
         self.kind, has_bias = shape.mlp, shape.bias is True
         if self.kind != "gelu":
-            self.gate = nn.Linear(shape.hidden, shape.ffn, has_bias)
-        self.up = nn.Linear(shape.hidden, shape.ffn, has_bias)
-        self.down = nn.Linear(shape.ffn, shape.hidden, has_bias)
+            self.gate = nn.Linear(shape.hidden, ffn, has_bias)
+        self.up = nn.Linear(shape.hidden, ffn, has_bias)
+        self.down = nn.Linear(ffn, shape.hidden, has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x[B, T, D] to y[B, T, D]."""
@@ -185,18 +225,129 @@ class MLP(nn.Module):
         return self.down(gate * torch.sigmoid(gate) * self.up(x))
 
 
+class Router(nn.Module):
+    """Selects the experts of each token; scores in at least float32.
+
+    Attributes:
+        logits, chosen: of the last forward, [B, T, E] and bool [B, T, E].
+    """
+
+    def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
+        super().__init__()
+        self.experts = experts
+        self.weight = nn.Parameter(torch.empty(experts.num_experts, shape.hidden))
+        if experts.has_bias:
+            self.register_buffer("bias", torch.empty(experts.num_experts))
+        self.logits, self.chosen = torch.empty(0), torch.empty(0)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers of the experts of each token, best first, and their weights."""
+        experts = self.experts
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        self.logits = x.to(wide) @ self.weight.to(wide).T
+        scores = self.scores()
+        numbers = scores.detach() + (self.bias if experts.has_bias else 0)
+        if experts.num_groups > 1:
+            groups = numbers.unflatten(-1, (experts.num_groups, -1)).sort(-1, True).values
+            of_group = groups[..., : 1 if experts.group_score == "max" else 2].sum(-1)
+            is_open = torch.zeros_like(of_group, dtype=torch.bool)
+            is_open.scatter_(-1, _first_best(of_group, experts.top_groups), True)
+            size = experts.num_experts // experts.num_groups
+            numbers = numbers.masked_fill(~is_open.repeat_interleave(size, -1), -math.inf)
+        best = _first_best(numbers, experts.top_k)
+        self.chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+        weights = scores.gather(-1, best)
+        if experts.renormalizes:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return best, experts.scaling * weights
+
+    def scores(self) -> Tensor:
+        """Return the scores of the last forward."""
+        if self.experts.score == "sigmoid":
+            return torch.sigmoid(self.logits)
+        return torch.exp(self.logits - self.logits.logsumexp(-1, keepdim=True))
+
+
+def _first_best(scores: Tensor, k: int) -> Tensor:
+    """Return the indices of the k largest of the last dimension; equal ones in their order."""
+    order = np.argsort(-scores.detach().cpu().numpy(), -1, kind="stable")
+    return torch.from_numpy(order[..., :k].copy()).to(scores.device)
+
+
+class Experts(nn.Module):
+    """Stacked gated MLPs."""
+
+    def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
+        super().__init__()
+        self.kind, number, ffn = shape.mlp, experts.num_experts, experts.ffn
+        self.gate = nn.Parameter(torch.empty(number, ffn, shape.hidden))
+        self.up = nn.Parameter(torch.empty(number, ffn, shape.hidden))
+        self.down = nn.Parameter(torch.empty(number, shape.hidden, ffn))
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        """Apply one expert to x[N, D]."""
+        gate, up = x @ self.gate[number].T, x @ self.up[number].T
+        if self.kind == "geglu":
+            return (F.gelu(gate, approximate="tanh") * up) @ self.down[number].T
+        return (gate * torch.sigmoid(gate) * up) @ self.down[number].T
+
+
+class MoE(nn.Module):
+    """Experts in place of an MLP: a loop over all of them, each for the tokens that chose it."""
+
+    def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
+        super().__init__()
+        self.router = Router(shape, experts)
+        self.experts = Experts(shape, experts)
+        if experts.shared_ffn:
+            self.shared = MLP(shape, experts.shared_ffn)
+        if experts.has_shared_gate:
+            self.shared_gate = nn.Linear(shape.hidden, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map x[B, T, D] to y[B, T, D]."""
+        shape = self.router.experts
+        best, weights = self.router(x)
+        if self.training and shape.capacity is not None:
+            weights = weights * self._fits(best, shape.capacity)
+        y = torch.zeros_like(x)
+        for number in range(shape.num_experts):
+            row, place, slot = (best == number).nonzero(as_tuple=True)
+            fed = self.experts(x[row, place], number)
+            fed = (fed * weights[row, place, slot][:, None]).to(x.dtype)
+            y = y.index_put((row, place), fed, accumulate=True)
+        if shape.shared_ffn:
+            share = torch.sigmoid(self.shared_gate(x)) if shape.has_shared_gate else 1
+            y = y + share * self.shared(x)
+        return y
+
+    def _fits(self, best: Tensor, capacity: float) -> Tensor:
+        """Return 0 where an expert has its most tokens, from earlier positions, else 1."""
+        num_rows, length, top_k = best.shape
+        most = math.ceil(capacity * top_k * length / self.router.experts.num_experts)
+        fits = torch.ones_like(best)
+        for row in range(num_rows):
+            taken = Counter[int]()
+            for place in range(length):
+                for slot, number in enumerate(best[row, place].tolist()):
+                    fits[row, place, slot] = taken[number] < most
+                    taken[number] += 1
+        return fits
+
+
 class Block(nn.Module):
     """Attention and MLP on the residual stream."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, index: int) -> None:
         super().__init__()
         self.dropout = Dropout(shape.dropout)
         before, after = shape.norm_at != "output", shape.norm_at != "input"
         self.attention_norm = Norm(shape.hidden, shape) if before else None
-        self.attention = Attention(shape)
+        self.attention = (Attention if shape.latent is None else LatentAttention)(shape)
         self.attention_output_norm = Norm(shape.hidden, shape) if after else None
         self.mlp_norm = Norm(shape.hidden, shape) if before else None
-        self.mlp = MLP(shape)
+        is_dense = shape.experts is None or index < shape.experts.first_dense
+        self.mlp = MLP(shape, shape.ffn) if is_dense else MoE(shape, shape.experts)
         self.mlp_output_norm = Norm(shape.hidden, shape) if after else None
 
     def forward(self, x: Tensor, angles: Any, sees: Tensor, keys: Tensor | None) -> Tensor:
@@ -240,7 +391,7 @@ class PlainDecoder(nn.Module):
         if shape.position == "learned":
             self.position_embedding = nn.Embedding(shape.max_seq_len, shape.hidden)
         self.dropout = Dropout(shape.dropout)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(Block(shape, index) for index in range(shape.num_layers))
         self.norm = Norm(shape.hidden, shape)
         self.output = Head(shape)
 
@@ -269,6 +420,34 @@ class PlainDecoder(nn.Module):
         tied = self.embedding.weight if self.shape.tied else None
         return self.output(self.norm(x), labels, tied)
 
+    def auxiliary_loss(self, labels: Tensor) -> Tensor:
+        """Return the balancing and z losses of the last forward, over the tokens with a label."""
+        experts, is_valid = self.shape.experts, labels >= 0
+        total = torch.zeros((), dtype=torch.float64, device=labels.device)
+        if experts is None or not is_valid.any():
+            return total
+        routers = [module for module in self.modules() if isinstance(module, Router)]
+        loads, means = list[Tensor](), list[Tensor]()
+        for router in routers:
+            scores = router.scores()[is_valid]
+            loads.append(router.chosen[is_valid].double().mean(0))
+            means.append((scores / scores.sum(-1, keepdim=True)).mean(0))
+            squares = torch.logsumexp(router.logits[is_valid], -1) ** 2
+            total = total + experts.z_loss * squares.mean()
+        if experts.pools_layers:
+            loads, means = ([torch.stack(each).mean(0)] for each in (loads, means))
+        for load, mean in zip(loads, means, strict=True):
+            total = total + experts.aux_loss * experts.num_experts * (load * mean).sum()
+        return total
+
+    @torch.no_grad()
+    def update_biases(self, labels: Tensor) -> None:
+        """Move the bias of each expert toward the mean load, after an update of the weights."""
+        for router in self.modules():
+            if isinstance(router, Router) and router.experts.has_bias:
+                load = router.chosen[labels >= 0].sum(0).double()
+                router.bias += router.experts.bias_rate * torch.sign(load.mean() - load)
+
     def _has_window(self, layer: int) -> bool:
         every = self.shape.full_every
         return self.shape.window is not None and (every is None or layer % every != every - 1)
@@ -296,8 +475,9 @@ class PlainDecoder(nn.Module):
         if self._has_window(layer) and shape.window_theta is not None:
             theta, scaling = shape.window_theta, None
         wide = torch.float64 if dtype == torch.float64 else torch.float32
-        pairs = torch.arange(shape.head_dim // 2, dtype=torch.float64, device=positions.device)
-        frequency = 1 / theta ** (2 * pairs / shape.head_dim)
+        width = shape.head_dim if shape.latent is None else shape.latent.rope_dim
+        pairs = torch.arange(width // 2, dtype=torch.float64, device=positions.device)
+        frequency = 1 / theta ** (2 * pairs / width)
         if scaling is not None:
             factor, low, high, length = scaling
             wave = 2 * math.pi / frequency
@@ -323,14 +503,21 @@ class PlainNextToken:
     dropout: float
 
     def loss_sum(self, model: nn.Module, microbatch: Batch, step: int) -> Tensor:
-        """Return the sum of the losses in nats."""
-        return model(
+        """Return the sum of the losses in nats.
+
+        In training the losses of experts are added, times the tokens that a mean divides by.
+        """
+        labels = microbatch.labels_BT
+        summed = model(
             microbatch.tokens_BT,
-            microbatch.labels_BT,
+            labels,
             positions_BT=microbatch.positions_BT,
             documents_BT=microbatch.documents_BT,
             dropout_keys_B=_row_keys(self.seed, step, microbatch.rows_B) if self.dropout else None,
         )
+        if isinstance(model, PlainDecoder) and model.training:
+            summed = summed + self.num_valid(microbatch) * model.auxiliary_loss(labels)
+        return summed
 
     def num_valid(self, microbatch: Batch) -> int:
         """Count the labels that are not negative."""

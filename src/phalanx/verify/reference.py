@@ -1,8 +1,8 @@
 """The reference: a training step in plain PyTorch that shares no code with `train.step`.
 
 One process computes each global batch at once. The loss normalization, the norm, clipping, the
-learning-rate schedule and the dropout masks are implemented again here, AdamW is torch's, and the
-decoder is `PlainDecoder`. So an error common to all strategies of the trainer, one process
+learning-rate schedule, Muon and the dropout masks are implemented again here, AdamW is torch's, and
+the decoder is `PlainDecoder`. So an error common to all strategies of the trainer, one process
 included, is found too.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import cast_batch, count_rows, take_rows
-from phalanx.verify.plain import Masks
+from phalanx.verify.plain import Masks, PlainDecoder
 from phalanx.verify.settings import STATE
 
 if TYPE_CHECKING:
@@ -75,7 +75,9 @@ class ReferenceRun:
             _perturb(self.model, perturbation)
         own = case.training
         self._optimizer = (
-            own.optimizer(self.model.parameters()) if own else _adamw(self.model, case.optimizer)
+            own.optimizer(self.model.parameters())
+            if own
+            else _optimizer(self.model, case.optimizer)
         )
         self._scheduler = own and own.scheduler and own.scheduler(self._optimizer)
         self._masks = Masks(self.model, case.dropout_seed)
@@ -133,10 +135,12 @@ class ReferenceRun:
                 if parameter.grad is not None:
                     parameter.grad *= limit / (norm + 1e-6)
             self._optimizer.step()
+            if isinstance(self.model, PlainDecoder):
+                self.model.update_biases(self._case.batches[step].labels_BT)
         if self._scheduler is not None:
             self._scheduler.step()
-        weights = _copied(dict(self.model.named_parameters()))
-        return {"learning rate": rates, **self._kept(), "weight": weights}
+        # The buffers once more, because an update moves the biases of routers.
+        return {"learning rate": rates, **self.state()}
 
     def _kept(self) -> StepRecord:
         """Return the optimizer state of each parameter, by quantity."""
@@ -168,14 +172,18 @@ class ReferenceRun:
             held = self.model.get_parameter if name in state["weight"] else self.model.get_buffer
             held(name).copy_(torch.as_tensor(tensor))
         self._optimizer.state.clear()
+        others = (each for each in state if each.startswith(f"{STATE} "))
+        keys = MOMENTS | {each: each.removeprefix(f"{STATE} ") for each in others}
         for name, parameter in self.model.named_parameters():
+            kept = {
+                key: torch.as_tensor(state[quantity][name]).to(parameter, copy=True)
+                for quantity, key in keys.items()
+                if name in state.get(quantity, {})
+            }
             if name in state.get("first moment", {}):
-                moments = {
-                    key: torch.as_tensor(state[quantity][name]).to(parameter, copy=True)
-                    for quantity, key in MOMENTS.items()
-                }
-                steps = torch.as_tensor(state["step counter"][name]).clone()
-                self._optimizer.state[parameter] = {"step": steps, **moments}
+                kept["step"] = torch.as_tensor(state["step counter"][name]).clone()
+            if kept:
+                self._optimizer.state[parameter] = kept
         if perturbation:
             _perturb(self.model, perturbation)
 
@@ -238,19 +246,80 @@ def rate_at(settings: OptimizerConfig, step: int, num_steps: int) -> float:
     return lowest + (settings.lr - lowest) * math.cos(math.pi / 2 * min(1.0, share)) ** 2
 
 
-def _adamw(model: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(
-        [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": settings.weight_decay},
-            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-        ],
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        foreach=False,
-        fused=False,
-    )
+def _optimizer(model: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    hidden = {n: p for n, p in trained.items() if settings.kind == "muon" and _is_hidden(n, p)}
+    others = [p for n, p in trained.items() if n not in hidden]
+    groups = [
+        {"params": [p for p in others if p.ndim > 1], "weight_decay": settings.weight_decay},
+        {"params": [p for p in others if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    how: dict[str, Any] = {
+        "lr": settings.lr,
+        "betas": (settings.beta1, settings.beta2),
+        "eps": settings.eps,
+        "foreach": False,
+        "fused": False,
+    }
+    if settings.kind == "adamw":
+        return torch.optim.AdamW(groups, **how)
+    return _PlainMuon([*groups, {"params": [*hidden.values()]}], settings, **how)
+
+
+def _is_hidden(name: str, parameter: nn.Parameter) -> bool:
+    """Return whether Muon updates a parameter: a matrix of a block, or a stack of experts."""
+    in_block, is_selector = name.startswith("blocks."), "router" in name or "shared_gate" in name
+    return in_block and not is_selector and parameter.ndim > 1
+
+
+class _PlainMuon(torch.optim.AdamW):
+    """Muon of the last group, in the data type of the parameter, and AdamW of the others.
+
+    As published: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], settings: OptimizerConfig, **how: Any) -> None:
+        super().__init__(groups, **how)
+        self._settings = settings
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        every, settings = self.param_groups, self._settings
+        self.param_groups = every[:-1]
+        super().step(closure)
+        self.param_groups = every
+        rate = every[-1]["lr"] * (settings.matrix_lr or settings.lr) / settings.lr
+        for parameter in every[-1]["params"]:
+            if parameter.grad is None:
+                continue
+            momentum, gradient = settings.momentum, parameter.grad
+            mean = self.state[parameter].get("momentum_buffer", torch.zeros_like(gradient))
+            mean = momentum * mean + (1 - momentum) * gradient
+            self.state[parameter]["momentum_buffer"] = mean
+            ahead = momentum * mean + (1 - momentum) * gradient if settings.nesterov else mean
+            parameter *= 1 - rate * settings.weight_decay
+            matrices = ahead.unbind() if ahead.ndim == 3 else [ahead]
+            for rows, each in zip(
+                parameter.unbind() if ahead.ndim == 3 else [parameter], matrices, strict=True
+            ):
+                rows -= rate * _scaled(_polar(each, settings.ns_steps), settings)
+
+
+def _polar(matrix: Tensor, num_steps: int) -> Tensor:
+    """Return the orthogonal factor of a matrix, about: its singular values are driven to 1."""
+    x = matrix / max(float(matrix.norm()), 1e-7)
+    for _ in range(num_steps):
+        outer = x @ x.T if len(x) <= x.shape[1] else x.T @ x
+        change = 2.0315 * outer @ outer - 4.7750 * outer
+        x = 3.4445 * x + (change @ x if len(x) <= x.shape[1] else x @ change)
+    return x
+
+
+def _scaled(update: Tensor, settings: OptimizerConfig) -> Tensor:
+    rows, columns = update.shape
+    if settings.adjust_lr == "original":
+        return update * max(1.0, rows / columns) ** 0.5
+    return update * 0.2 * max(rows, columns) ** 0.5
 
 
 def _perturb(model: nn.Module, seed: int) -> None:

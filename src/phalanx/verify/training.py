@@ -56,7 +56,10 @@ def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> lis
     folder = once(lambda: folder)
     config = first_run(given, strategy, folder)
     precision: Any = given.precision if given.precision in NARROW else "bfloat16"
-    narrow = dataclasses.replace(config, precision=precision, out=str(folder / "narrow"))
+    optimizer = dataclasses.replace(config.optimizer, ns_dtype="float32")  # as of the weights
+    narrow = dataclasses.replace(
+        config, precision=precision, out=str(folder / "narrow"), optimizer=optimizer
+    )
     options: dict[str, Any] = {
         "device": config.device,
         "threads": config.threads,
@@ -166,9 +169,7 @@ def first_run(given: TrainConfig, strategy: Strategy, folder: Path) -> TrainConf
         "resume": None,
         "init": None,
         "eval_every": STEPS,
-        "save_every": STEPS,
-        "save_every_minutes": 0.0,
-        "keep_checkpoints": None,
+        "save": str(dataclasses.replace(given.save_policy, every=STEPS, minutes=0, keep=None)),
         "shape": _sizes(given, strategy),
         "corpus": dataclasses.replace(
             given.corpus,

@@ -189,7 +189,7 @@ def test_what_is_sent_in_closed_form(num_rows: int, length: int, recompute: str)
 def test_a_run_goes_on_with_another_split(tmp_path: Path, first: str, second: str) -> None:
     """Evaluation, the sample and checkpoints run under cp too."""
     config = small_run(
-        tmp_path, steps=6, save_every=2, keep_checkpoints=4, eval_every=3, eval_samples=2, seed=3
+        tmp_path, steps=6, save="every=2,keep=4", eval_every=3, eval_samples=2, seed=3
     )
     train(dataclasses.replace(config, strategy=first))
     middle = str(manifest.folder_of(Path(config.out or ""), 2))

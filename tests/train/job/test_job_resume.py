@@ -39,7 +39,7 @@ threads = 1
 steps = {STEPS}
 eval_every = 0
 eval_samples = 4
-save_every = {EVERY}
+save = "every={EVERY}"
 [shape]
 num_layers = 1
 hidden = 16
@@ -240,15 +240,15 @@ def test_the_file_of_a_run_begins_another(
 
 def test_what_is_given_beside_replaces_and_is_named(run: Path, tmp_path: Path) -> None:
     assert remarks_on(resolved("--resume", str(run))) == []
-    (tmp_path / "more.toml").write_text("steps = 170\nsave_every = 50\n")
+    (tmp_path / "more.toml").write_text("steps = 170\nsave = 'every=50'\n")
     job = resolved(
         *("--resume", str(run), "--strategy", "dp4", "--config", str(tmp_path / "more.toml")),
-        *("--optimizer.lr", "0.1", "--save-every", "60"),
+        *("--optimizer.lr", "0.1", "--save", "every=60"),
     )
     assert str(job.batch) == "global batch 8 = microbatch 2 x accumulation 1 x 4 data ranks"
     assert remarks_on(job) == [
         f"resumes with changed settings: strategy fsdp2 -> dp4, steps {STEPS} -> 170, "
-        "save_every 4 -> 60, optimizer.lr 0.003 -> 0.1"
+        "save every=4,minutes=10 -> every=60,minutes=10, optimizer.lr 0.003 -> 0.1"
     ]
     for words, num_steps in (("--steps 50", 50), ("--epochs 1", None)):
         job = resolved("--resume", str(run), *words.split())
@@ -271,7 +271,7 @@ def test_a_run_from_other_weights_and_a_tokenizer_of_its_own_goes_on_alone(
     shutil.copytree("runs/whole", "origin")
     config = load_config(["--config", "runs/whole/config.toml"]).config
     begun = dataclasses.replace(
-        config, init="origin", tokenizer="mine.json", model=None, steps=6, save_every=3,
+        config, init="origin", tokenizer="mine.json", model=None, steps=6, save="every=3",
         shape=ShapeConfig(dropout=0.2), out=str(tmp_path / "tuned"),
         corpus=dataclasses.replace(config.corpus, vocab_size=None),
     )  # fmt: skip

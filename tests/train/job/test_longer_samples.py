@@ -37,7 +37,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
         strategy="dp2",
         seed=SEED,
         steps=STEPS,
-        save_every=FIRST,
+        save=f"every={FIRST}",
         eval_samples=2,
         batch=BatchConfig(global_size=ROWS),
         optimizer=OptimizerConfig(lr=1e-2),
@@ -85,7 +85,7 @@ def test_a_new_length_begins_a_new_epoch_with_the_losses_of_plain_pytorch(
     config: TrainConfig, tmp_path: Path
 ) -> None:
     """Then the run resumes by itself, to the bit."""
-    run = resumed(config, tmp_path / "second", save_every=5)
+    run = resumed(config, tmp_path / "second", save="every=5")
     job = resolve(run)
     assert remarks_on(job)[-1] == "after step 3, samples have 48 tokens and epoch 2 starts"
     batches = batches_of(job, SHORT, 0, FIRST) + batches_of(job, LONG, 1, STEPS - FIRST)

@@ -32,7 +32,7 @@ from phalanx.train.job.resolve import (
     resolve,
     words_of,
 )
-from phalanx.train.job.run_folder import checkpoint_bytes, count_checkpoints
+from phalanx.train.job.run_folder import checkpoint_bytes
 from phalanx.train.precision import resolve as resolve_precision
 from phalanx.train.run import train
 from small_run import SHAPE, small_run
@@ -126,26 +126,11 @@ def test_a_checkpoint_on_its_own_must_be_told_where_to_go_on(config: TrainConfig
     assert resolve(dataclasses.replace(config, resume="moved", out="new")).out == Path("new")
 
 
-@pytest.mark.parametrize(
-    ("num_steps", "save_every", "steps_done", "expected"),
-    [(10, 0, 0, 1), (10, 5, 0, 2), (10, 4, 0, 3), (10, 4, 4, 2), (10, 4, 9, 1), (10, 4, 10, 0)],
-)
-def test_checkpoints_to_come(
-    num_steps: int, save_every: int, steps_done: int, expected: int
-) -> None:
-    saved = [
-        step
-        for step in range(steps_done + 1, num_steps + 1)
-        if step == num_steps or (save_every and step % save_every == 0)
-    ]
-    assert count_checkpoints(num_steps, save_every, steps_done=steps_done) == expected == len(saved)
-
-
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_all_checkpoints_must_fit_on_the_disk(
     config: TrainConfig, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings: dict[str, Any] = {"save_every": 2, "save_every_minutes": 0.0, "precision": precision}
+    settings: dict[str, Any] = {"save": "every=2,minutes=0", "precision": precision}
     config = dataclasses.replace(config, **settings)
     shape = resolve(config).shape
     one_bytes = checkpoint_bytes(shape, resolve_precision(precision, "cpu"))
@@ -161,13 +146,13 @@ def test_all_checkpoints_must_fit_on_the_disk(
 def test_with_old_ones_removed_one_more_than_kept_must_fit(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = dataclasses.replace(config, steps=12, save_every=2, save_every_minutes=0.0)
+    config = dataclasses.replace(config, steps=12, save="every=2,minutes=0")
     one_bytes = checkpoint_bytes(resolve(config).shape, resolve_precision("float32", "cpu"))
     free = SimpleNamespace(free=4 * one_bytes)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    resolve(dataclasses.replace(config, keep_checkpoints=3))
-    with pytest.raises(ConfigError, match=r"checkpoints \(5, of .*--keep-checkpoints"):
-        resolve(dataclasses.replace(config, keep_checkpoints=4))
+    resolve(dataclasses.replace(config, save=f"{config.save},keep=3"))
+    with pytest.raises(ConfigError, match=r"checkpoints \(5, of .*keep=NUMBER"):
+        resolve(dataclasses.replace(config, save=f"{config.save},keep=4"))
     with pytest.raises(ConfigError, match=r"checkpoints \(6, of "):
         resolve(config)
 
@@ -178,12 +163,12 @@ def test_one_checkpoint_by_the_clock_must_fit_beside_the_others(
     one_bytes = checkpoint_bytes(resolve(config).shape, resolve_precision("float32", "cpu"))
     free = SimpleNamespace(free=2 * one_bytes - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    with pytest.raises(ConfigError, match=r"checkpoints \(2, of .*--save-every-minutes 0"):
+    with pytest.raises(ConfigError, match=r"checkpoints \(2, of .*\(minutes=0\)"):
         resolve(config)
     free.free += 1
     resolve(config)
     free.free -= one_bytes
-    resolve(dataclasses.replace(config, save_every_minutes=0.0))
+    resolve(dataclasses.replace(config, save="minutes=0"))
 
 
 def test_the_estimate_of_a_checkpoint_is_near_its_size(config: TrainConfig) -> None:
@@ -351,8 +336,8 @@ def test_settings_other_than_the_run_had_are_named(config: TrainConfig) -> None:
         "corpus.document_mask True -> False, batch.global_size 4 -> 8, optimizer.lr 0.002 -> "
         "0.0001, optimizer.clip_p 2.0 -> inf, shape.dropout 0.0 -> 0.1"
     ]
-    (line,) = remarks_on(resolve(dataclasses.replace(resumed, strategy="fsdp2", save_every=3)))
-    assert line.endswith("settings: strategy dp1 -> fsdp2, save_every 0 -> 3")
+    (line,) = remarks_on(resolve(dataclasses.replace(resumed, strategy="fsdp2", save="every=3")))
+    assert line.endswith("settings: strategy dp1 -> fsdp2, save minutes=10 -> every=3,minutes=10")
 
 
 def test_that_nothing_is_left_is_said(config: TrainConfig) -> None:
@@ -413,9 +398,7 @@ def test_weights_without_a_tokenizer_are_refused(config: TrainConfig) -> None:
 def test_the_checkpoints_that_are_there_need_no_more_room(
     config: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = dataclasses.replace(
-        config, steps=12, save_every=2, save_every_minutes=0.0, keep_checkpoints=3
-    )
+    config = dataclasses.replace(config, steps=12, save="every=2,minutes=0,keep=3")
     one_bytes = checkpoint_bytes(resolve(config).shape, resolve_precision("float32", "cpu"))
     with_checkpoints(config, 2, 4)
     resumed = dataclasses.replace(config, resume="run")
@@ -426,7 +409,7 @@ def test_the_checkpoints_that_are_there_need_no_more_room(
     with pytest.raises(ConfigError, match=r"checkpoints \(2, of "):
         resolve(resumed)
     with pytest.raises(ConfigError, match=r"checkpoints \(1, of "):
-        resolve(dataclasses.replace(resumed, keep_checkpoints=1))
+        resolve(dataclasses.replace(resumed, save="every=2,minutes=0,keep=1"))
 
 
 # What hosts compare that have each resolved the job.
@@ -455,7 +438,7 @@ def test_hosts_compare_every_setting_that_changes_the_run(config: TrainConfig) -
             base, corpus=dataclasses.replace(base.corpus, document_mask=False)
         ),
         "precision": dataclasses.replace(base, precision="float64"),
-        "save_every": dataclasses.replace(base, save_every=2),
+        "save": dataclasses.replace(base, save="every=2"),
         "nonfinite": dataclasses.replace(base, nonfinite="skip"),
     }.items():
         ours, theirs = facts_of(resolve(base)), facts_of(resolve(other))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from phalanx.errors import StrategyError
 from phalanx.models.shape import ModelShape, causal_pairs
+from phalanx.models.weights import block_weights, pair_width
 from phalanx.parallel.pipeline.partition import partition
 from phalanx.parallel.pipeline.schedule import (
     KINDS,
@@ -141,12 +142,10 @@ def chain_flops(shape: ModelShape) -> list[float]:
     Only matrix products count, as in account/flops.py; attention is causal, over rows of
     `shape.max_seq_len`.
     """
-    queries, groups = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    num_maps = 2 if shape.mlp == "gelu" else 3
-    weights = shape.hidden * (2 * queries + 2 * groups + num_maps * shape.ffn)
-    length = shape.max_seq_len
+    length, width = shape.max_seq_len, 6 * shape.num_heads * pair_width(shape)
     blocks = [
-        6 * weights + 12 * queries * causal_pairs(length, shape.window_of(block)) / length
+        6 * block_weights(shape, has_experts=shape.experts_of(block) is not None).active
+        + width * causal_pairs(length, shape.window_of(block)) / length
         for block in range(shape.num_layers)
     ]
     head = 6 * shape.vocab_size * shape.hidden

@@ -14,6 +14,7 @@ from phalanx.account.parameters import num_parameters
 from phalanx.checkpoint.manifest import Manifest, incomplete_after
 from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, keys_for, value_at
+from phalanx.config.save_policy import renewed
 from phalanx.config.validate import check_warmup
 from phalanx.data.addresses import local_path
 from phalanx.data.cache import cache_folder
@@ -48,7 +49,6 @@ from phalanx.train.job.run_folder import (
     check_writable,
     checkpoint_bytes,
     continues_served,
-    count_checkpoints,
     out_folder,
 )
 from phalanx.train.precision import check_split
@@ -153,11 +153,12 @@ def complete(request: Request, progress: Progress | None = None) -> Job:
                 f"batch of at most {order.num_samples}"
             )
     check_warmup(config.optimizer, num_steps)
-    num_checkpoints = count_checkpoints(num_steps, config.save_every, steps_done=done)
-    check_space(out, num_checkpoints, config, checkpoint_bytes(request.shape, precision))
+    num_due = config.save_policy.num_due(done, num_steps, num_steps)
+    check_space(out, num_due, config.save_policy, checkpoint_bytes(request.shape, precision))
     settled: dict[str, Any] = {
         "precision": precision.name if request.device == "cpu" else config.precision,
         "steps": num_steps if config.epochs is None else None,
+        "save": str(config.save_policy),
     }
     if start is not None:  # so that the run's settings file can still start the run from scratch
         is_own = config.tokenizer is None and config.corpus.vocab_size is None
@@ -382,7 +383,7 @@ def remarks_on(job: Job) -> list[str]:
         if (went_back := incomplete_after(job.start.folder)) is not None:
             lines.append(went_back)
         before, now = job.start.about, manifest_of(job, *job.done)
-        earlier = {**before.settings, "steps": before.num_steps}
+        earlier = {**renewed(before.settings), "steps": before.num_steps}
         settings = json.loads(json.dumps({**now.settings, "steps": now.num_steps}))
         differing = [
             f"{key} {_text(earlier[key])} -> {_text(value)}"

@@ -214,7 +214,9 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None, published: Path | N
         assert origin is not None, "one of the two has weights"
         source, held = f"init is {config.init}", shape_in(origin.about, origin.folder)
     wanted = with_sizes(named or held, config.shape)
-    lora = None if config.lora is None else Lora.parse(config.lora, held.mlp)
+    lora = None
+    if config.lora is not None:
+        lora = Lora.parse(config.lora, held.mlp, held.experts is not None)
     if config.resume is not None:
         if lora != held.lora:
             raise ConfigError(
@@ -223,8 +225,8 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None, published: Path | N
         return dataclasses.replace(wanted, lora=lora)
     held = dataclasses.replace(held, lora=None)  # merged into the weights if it has adapters
     wanted = dataclasses.replace(wanted, lora=None)
-    for name, value in dataclasses.asdict(held).items():
-        asked = getattr(wanted, name)
+    for name in (each.name for each in dataclasses.fields(held)):
+        value, asked = getattr(held, name), getattr(wanted, name)
         if asked != value and name != "dropout":
             words = f"model {config.model} with the given shape" if named else "the given shape"
             raise ConfigError(

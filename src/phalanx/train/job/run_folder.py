@@ -17,6 +17,7 @@ from phalanx.checkpoint.lock import RunLock
 from phalanx.checkpoint.manifest import Checkpoint
 from phalanx.config import TrainConfig
 from phalanx.config.file import RUN_FILE, to_toml
+from phalanx.config.save_policy import SavePolicy
 from phalanx.config.schema import JobConfig, RunConfig
 from phalanx.errors import ConfigError, PhalanxError, TrainingError
 from phalanx.hugging_face.companions import keep_chat, keep_family, keep_tokenizer
@@ -220,22 +221,12 @@ def check_writable(out: Path) -> None:
         raise ConfigError(f"cannot write to {out}: {error.strerror}; give another --out") from error
 
 
-def count_checkpoints(num_steps: int, save_every: int, *, steps_done: int = 0) -> int:
-    """Return the number of checkpoints after step `steps_done`, with one after the last step."""
-    if steps_done >= num_steps:
-        return 0
-    if save_every == 0:
-        return 1
-    has_rest = num_steps % save_every > 0
-    return num_steps // save_every - steps_done // save_every + has_rest
-
-
 def checkpoint_bytes(shape: ModelShape, precision: Precision) -> int:
     """Return the approximate bytes of a checkpoint: its tensors, without the small other files."""
     return TENSORS_PER_PARAMETER * precision.master.itemsize * num_parameters(shape).trained
 
 
-def check_space(out: Path, num_checkpoints: int, config: TrainConfig, one_bytes: int) -> None:
+def check_space(out: Path, num_checkpoints: int, policy: SavePolicy, one_bytes: int) -> None:
     """Check the disk space for the `num_checkpoints` to come, and one more saved by time.
 
     Raises:
@@ -243,13 +234,12 @@ def check_space(out: Path, num_checkpoints: int, config: TrainConfig, one_bytes:
     """
     if address_of(out) is not None:
         return
-    keep = config.keep_checkpoints
-    if keep is not None:  # the next is complete before the oldest is removed
+    if policy.keep is not None:  # the next is complete before the oldest is removed
         num_kept = len(manifest.complete_checkpoints(out)) - len(
             manifest.temporary_checkpoints(out)
         )
-        num_checkpoints = min(num_checkpoints, max(1, keep + 1 - num_kept))
-    if config.save_every_minutes > 0 and num_checkpoints > 0:
+        num_checkpoints = min(num_checkpoints, max(1, policy.keep + 1 - num_kept))
+    if policy.minutes > 0 and num_checkpoints > 0:
         num_checkpoints += 1  # removed only after the next is complete
     left_bytes = free_bytes(out)
     if left_bytes < num_checkpoints * one_bytes:
@@ -257,6 +247,5 @@ def check_space(out: Path, num_checkpoints: int, config: TrainConfig, one_bytes:
             f"the run's checkpoints ({num_checkpoints}, of {size_text(one_bytes)} each) need "
             f"{size_text(num_checkpoints * one_bytes)}, but {out} has "
             f"{size_text(left_bytes)} left; give another --out, make room, save less often "
-            "(--save-every), keep fewer (--keep-checkpoints), or do not save by time "
-            "(--save-every-minutes 0)"
+            "(--save every=STEPS), keep fewer (keep=NUMBER), or do not save by time (minutes=0)"
         )
