@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from phalanx.models.kernels import device_type
+from phalanx.models.kernels import device_type
 from phalanx.models.layers import MLP, Linear, gated
 from phalanx.models.shape import ExpertShape, ModelShape
 
@@ -231,6 +232,8 @@ class MoE(nn.Module):
         self.shared = MLP(shape, experts.shared_ffn) if experts.shared_ffn else None
         self.shared_gate = Linear(shape.hidden, 1, False) if experts.has_shared_gate else None
 
+    # Numbers of rows depend on data, so a compiled block calls this eagerly, between two graphs.
+    @torch.compiler.disable
     def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None) -> Tensor:
         """Return the output of the branch, a tensor like x_BTD.
 
@@ -248,7 +251,8 @@ class MoE(nn.Module):
             is_kept_Nk = places_BTk.view_as(experts_Nk) < most
             if counted_N is not None and self.router.load is not None:
                 self.router.load.count_dropped(~is_kept_Nk, counted_N)
-            order_M = order_M[is_kept_Nk.flatten()[order_M]]
+            if not x_ND.is_meta:  # without values, all are kept
+                order_M = order_M[is_kept_Nk.flatten()[order_M]]
         counts_E = count(experts_Nk.flatten()[order_M], num_experts)
         rows_MD = self.experts(cast(Tensor, _Dispatch.apply(x_ND, experts_Nk, order_M)), counts_E)
         y_ND = cast(Tensor, _Combine.apply(rows_MD, weights_Nk.to(rows_MD.dtype), order_M))
@@ -320,7 +324,7 @@ class _Combine(Function):
 
 def _returned(rows_MD: Tensor, order_M: Tensor, selections: torch.Size) -> Tensor:
     """Return rows_NkD: each row at its (token, slot), and zeros where a selection was dropped."""
-    num = selections.numel()
+    num, width = selections.numel(), rows_MD.shape[1]
     is_full = len(order_M) == num
     rows = rows_MD.new_empty if is_full else rows_MD.new_zeros
-    return rows(num, rows_MD.shape[1]).index_copy_(0, order_M, rows_MD).view(*selections, -1)
+    return rows(num, width).index_copy_(0, order_M, rows_MD).view(*selections, width)
