@@ -71,8 +71,10 @@ def awkward_shapes(strategy: Strategy) -> dict[str, ModelShape]:
             num_experts=4 * num_ranks, top_k=3, ffn=5 * unit, score="sigmoid", renormalizes=True,
             scaling=2.5, num_groups=2 * num_ranks, top_groups=2, has_bias=True, bias_rate=0.01,
         )  # fmt: skip
+        with_limit = dataclasses.replace(of_llama, has_shared_gate=False, capacity=1.0)
         shapes = {
             "llama": dataclasses.replace(llama, experts=of_llama),
+            "capacity": dataclasses.replace(llama, experts=with_limit),
             "windowed": dataclasses.replace(windowed, experts=of_windowed),
         }
     even = 2 * strategy.tp.degree * 17
