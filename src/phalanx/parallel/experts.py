@@ -25,8 +25,8 @@ expert and the rank of its token):
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from phalanx.comm.axes import EXPERT
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.ledger import Entry
+from phalanx.comm.pending import Pending
 from phalanx.comm.row_counts import RowCounts
 from phalanx.errors import StrategyError
 from phalanx.models.shape import ExpertShape
@@ -98,10 +99,10 @@ class ExpertSplit(Split):
         rows = [2 * num * length * self._experts.top_k for num, length in microbatches]
         return self._entries([Exchange(each, each * share) for each in rows] * self._num_layers)
 
-    def traffic_of(self, counts: Iterable[RowCounts], coord: int) -> list[Entry]:
+    def traffic_of(self, counts: Sequence[RowCounts], coord: int = 0) -> list[Entry]:
         """Return the communication of the rank at `coord` of ep in a step of known `counts`.
 
-        There is one for each microbatch and block with experts, in any order.
+        There is one for each microbatch and block with experts, in any order, as `noted`.
         """
         return self._entries([Exchange.of(each, coord) for each in counts])
 
@@ -204,19 +205,31 @@ def _own_experts(parameter: nn.Parameter, comm: Comm) -> nn.Parameter:
     return nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
+class _Started(NamedTuple):
+    """An exchange on the way."""
+
+    pending: Pending
+    counts: RowCounts
+
+
 def _bind(module: nn.Module, comm: Comm) -> None:
     """Exchange rows before and after the own experts of this rank in the forward of `module`."""
-    own = module.forward
+    own: Callable[..., Tensor] = module.forward
 
-    def forward(rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+    def start(rows_MD: Tensor, counts_E: Tensor) -> _Started:
         counts = comm.gather_counts(counts_E, "ep", len(rows_MD))
+        return _Started(comm.exchange_rows_start(rows_MD.detach(), "ep", counts), counts)
+
+    def forward(rows_MD: Tensor, started: _Started) -> Tensor:
+        counts = started.counts
         order_R, counts_e = _by_expert(counts.received_groups(comm.coord("ep")), rows_MD.device)
-        there_RD = _dispatched(rows_MD, comm, counts, order_R)
+        there_RD = _dispatched(rows_MD, comm, started, order_R)
         with local_parameters(module):
             results_RD = own(there_RD, counts_e)
         return _returned(results_RD, comm, counts, order_R)
 
-    module.forward = forward
+    replaced: Any = module
+    replaced.start, replaced.forward = start, forward
 
 
 def _by_expert(groups: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -233,14 +246,14 @@ def _by_expert(groups: Sequence[Sequence[int]], device: torch.device) -> tuple[T
     return experts_R.argsort(stable=True), counts_Ne.sum(0)
 
 
-def _dispatched(rows_MD: Tensor, comm: Comm, counts: RowCounts, order_R: Tensor) -> Tensor:
-    """Send the rows of this rank's tokens to their experts; return those received, by expert."""
+def _dispatched(rows_MD: Tensor, comm: Comm, started: _Started, order_R: Tensor) -> Tensor:
+    """Wait for the rows of this rank's experts, and return them by expert."""
 
-    def there(rows_MD: Tensor) -> Tensor:
-        return comm.exchange_rows(rows_MD, "ep", counts).index_select(0, order_R)
+    def there(_: Tensor) -> Tensor:
+        return started.pending.wait().index_select(0, order_R)
 
     def back(grad_RD: Tensor) -> Tensor:
-        return comm.exchange_rows(_by_source(grad_RD, order_R), "ep", counts.reversed)
+        return comm.exchange_rows(_by_source(grad_RD, order_R), "ep", started.counts.reversed)
 
     return mapped(rows_MD, there, back)
 
