@@ -19,6 +19,7 @@ from phalanx.account.parameters import num_parameters
 from phalanx.account.planned import DecoderModel, PlannedStep, decoder_step
 from phalanx.account.rank_memory import StageMemory, heaviest, memory, of_libraries
 from phalanx.errors import ConfigError
+from phalanx.models.registry import shape_of
 from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.planner.hardware import CLUSTERS, FABRIC
 from phalanx.planner.machine import Cluster, Level
@@ -36,6 +37,7 @@ _PROGRAMS: Final = {
     "nanotron": "nanotron",
     "maxtext": "maxtext",
     "megatron-bridge": "megatron-core",
+    "megatron-moe-zoo": "megatron-core",
     "nemo": "megatron-core",
     "torchtitan": "compiled",
     "deepspeed": "megatron-deepspeed",
@@ -55,11 +57,16 @@ _SPEED_UP: Final = {"fp8": 1.8, "fp4": 2.7}
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run: a planned step with its cluster and its software."""
+    """A published run: a planned step with its cluster and its software.
+
+    Attributes:
+        lacks: why the step is only the nearest that Phalanx has; empty if it is the run's.
+    """
 
     planned: PlannedStep[DecoderModel]
     cluster: Cluster
     software: Software
+    lacks: str = ""
 
 
 def read(row: Mapping[str, Any]) -> PublishedRun:
@@ -95,7 +102,12 @@ def read(row: Mapping[str, Any]) -> PublishedRun:
         microbatch=microbatch,
         accumulation=accumulation,
     )
-    return PublishedRun(planned, _cluster(row, row["num_gpus"]), software)
+    lacks = ""
+    if shape.experts is not None and strategy.tp.degree > 1:
+        # Megatron's ranks of tp route a part of the tokens each, to whole experts. Here they have
+        # the same tokens, and each has a part of every expert.
+        lacks = "ranks of tp have experts of their own"
+    return PublishedRun(planned, _cluster(row, row["num_gpus"]), software, lacks)
 
 
 def seconds(run: PublishedRun) -> float:
@@ -169,8 +181,10 @@ def _shape(row: Mapping[str, Any]) -> ModelShape:
     is_gpt = not (model.get("gated_mlp") or experts)
     choices: dict[str, Any] = {}
     if experts:
-        if experts.get("attention"):
-            raise ConfigError(f"run {row['id']}: its attention is {experts['attention']}")
+        if experts.get("attention") == "MLA":  # such runs do not state its widths
+            latent = shape_of("deepseek-v3-671b").latent
+            assert latent is not None
+            choices["latent"], head_dim = latent, latent.plain_dim + latent.rope_dim
         of_expert = experts.get("moe_ffn") or ffn
         choices["experts"] = ExpertShape(
             num_experts=experts["experts"],

@@ -140,11 +140,10 @@ def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
     values["experts"] = _experts(config, family, sizes["num_layers"])
     if family.latent_entries:
         _require(config, "rope_interleave", True, absent=True)
-        of_latent = {
-            ours: None
-            if config.get(theirs, 0) is None and ours == "query_rank"
-            else _whole(config, theirs, most=MAX_SIZE)
+        of_latent: dict[str, Any] = {"query_rank": None} | {
+            ours: _whole(config, theirs, most=MAX_SIZE)
             for theirs, ours in family.latent_entries.items()
+            if ours != "query_rank" or _need(config, theirs) is not None
         }
         values["latent"] = LatentShape(**of_latent)
         values["head_dim"] = values["latent"].plain_dim + values["latent"].rope_dim

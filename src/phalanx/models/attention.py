@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.attention.varlen import varlen_attn
 
-from phalanx.errors import ConfigError
 from phalanx.models import cpu
 from phalanx.models.kernels import device_type
 from phalanx.models.layers import Linear, Norm
@@ -55,11 +54,6 @@ class Attention(nn.Module):
 
     def __init__(self, shape: ModelShape, window: int | None) -> None:
         super().__init__()
-        if shape.latent is not None:
-            raise ConfigError(
-                "model: latent attention is not built yet, so only the parameters of such a model "
-                "are known; the nearest preset is qwen3-235b-a22b"
-            )
         self.head_dim = shape.head_dim
         self.window = window
         self.attend = attend

@@ -116,7 +116,7 @@ class Skeleton:
 
     Attributes:
         model: the full model, read only for its modules and never changed; for the skeleton of a
-            shape, a decoder with one block.
+            shape, a decoder with one block of each kind.
         weights: the parameters of the rank; parameters of equal blocks are listed once.
         blocks: name of each block in `model` -> names of the rank's blocks that it represents.
         num_blocks: number of blocks of the full model.
@@ -168,7 +168,7 @@ class Skeleton:
         blocks = {block: names for block, names in blocks.items() if names}
         weights: list[Weight] = []
         for weight in self.weights:
-            if weight.block in self.blocks and len(self.blocks[weight.block]) > 1:
+            if self.blocks.get(weight.block, (weight.block,)) != (weight.block,):
                 # One weight represents all equal blocks: it stays if any of these blocks is here.
                 weights += [weight] if weight.block in blocks else []
             elif any(map(is_here, weight.names)) or not any(map(is_gone, weight.names)):
@@ -202,16 +202,20 @@ def skeleton_of_shape(
 ) -> Skeleton:
     """Return the skeleton of a decoder of `shape`; for the dtypes see `Decoder.on_meta`.
 
-    One block represents all, because blocks differ only in their attention windows, which neither
-    parameters nor messages depend on.
+    The first block with an MLP and the first with experts represent all others, which differ from
+    them only in attention windows: neither parameters nor messages depend on these.
     """
-    model = Decoder.on_meta(dataclasses.replace(shape, num_layers=1), master, compute)
+    num_dense = 0 if shape.experts is None else shape.experts.first_dense
+    model = Decoder.on_meta(dataclasses.replace(shape, num_layers=num_dense + 1), master, compute)
+    for index in range(1, num_dense):
+        delattr(model.blocks, str(index))
     skeleton = skeleton_of(model)
-    (first,) = skeleton.blocks
-    alike = tuple(f"blocks.{index}" for index in range(shape.num_layers))
-    return dataclasses.replace(
-        skeleton, blocks={first: alike}, num_blocks=shape.num_layers, shape=shape
-    )
+    ends = (num_dense or shape.num_layers), shape.num_layers
+    alike = {
+        first: tuple(f"blocks.{index}" for index in range(int(first.rpartition(".")[2]), end))
+        for first, end in zip(skeleton.blocks, ends, strict=False)
+    }
+    return dataclasses.replace(skeleton, blocks=alike, num_blocks=shape.num_layers, shape=shape)
 
 
 def _weights(model: nn.Module, blocks: Iterable[str]) -> tuple[Weight, ...]:

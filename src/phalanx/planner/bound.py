@@ -116,7 +116,9 @@ def _pipeline(
         for rank in ranks
     )
     first = ranks[0].own.items()
-    return least_s, tuple(part for part, of in first if isinstance(part, BlockKind) for _ in range(of))
+    return least_s, tuple(
+        part for part, of in first if isinstance(part, BlockKind) for _ in range(of)
+    )
 
 
 class _OfRank(NamedTuple):

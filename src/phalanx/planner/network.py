@@ -140,11 +140,9 @@ def seconds(
     return calls * call_s + sent_bytes / bandwidth
 
 
-def _per_byte_s(
-    group: GroupLayout, cluster: Cluster, software: Software, copies: int
-) -> float:
+def _per_byte_s(group: GroupLayout, cluster: Cluster, software: Software, copies: int) -> float:
     """Return the seconds for each byte that a rank sends in an all-to-all."""
-    # 16 ranks, stride 1, servers of 8 devices: of the 15 peers 7 are in the rank's server, and 8 are
+    # 16 ranks, stride 1, servers of 8 devices: of the 15 peers 7 are in the rank's server, 8 are
     # behind its way out. Both parts are sent at once, so the slower one counts.
     longest, inside = 0.0, 1
     apart = group.size * group.stride // cluster.levels[0].devices

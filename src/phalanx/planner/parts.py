@@ -142,7 +142,9 @@ def _seconds(of: Operation, device: Device, software: Software, peak: float) -> 
                 shape *= rows / (math.ceil(rows / _TILE[0]) * _TILE[0])
             elif columns % 64 or inner % 64:
                 shape *= _UNALIGNED
-        efficiency = products * shape * (software.grouped if of.groups > 1 else 1.0)
+        efficiency = products * shape
+        if of.groups > 1:
+            efficiency *= software.grouped / software.speed_up
         return max(of.flops / (peak * efficiency), of.num_bytes / bandwidth)
     if not of.scores:
         return software.fusion * of.num_bytes / bandwidth

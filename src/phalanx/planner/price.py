@@ -247,8 +247,9 @@ class _Costs:
 
         The plan's traffic has the expected bytes: of the rows that a rank selects, the part
         (ep - 1) / ep leaves the rank. The busiest rank receives `imbalance` times as many, and
-        its peers wait for it. Compute does not hide the exchange. The plan's traffic is of the
-        first pipeline rank, which has `num_blocks` of the blocks with experts.
+        its peers wait for it. Ranks of tp have equal rows: a program that sends rows once sends a
+        part from each. Compute does not hide the exchange. The plan's traffic is of the first
+        pipeline rank, which has `num_blocks` of the blocks with experts.
         """
         if not num_blocks:
             return _Exchange(0.0, 0.0)
@@ -264,6 +265,8 @@ class _Costs:
             for name in ("forward", "backward")
         }
         each = model.imbalance / num_blocks
+        if self.software.sends_rows_once:
+            each /= self.step.strategy.tp.degree
         return _Exchange(of["forward"] * each, of["backward"] * each)
 
     @functools.cached_property
