@@ -1,8 +1,8 @@
 r"""Updates that need a whole matrix: each matrix has an owner among the ranks that hold its shards.
 
 Muon, Shampoo and SOAP multiply the whole gradient of a matrix, so a step on a shard is not the
-shard of a step. Owners: Rajbhandari et al., ZeRO, SC 2020, section 5, of whole matrices and not of
-elements, as in Liu et al., Muon is Scalable for LLM Training, 2025, section 2.3.
+shard of a step. Liu et al., Muon is Scalable for LLM Training, 2025, section 2.3, gather every
+matrix on every rank of ZeRO; here one rank does so for each.
 
     W [4, 6] over fsdp2, owner rank 1              V [4, 6], owner rank 0
 
@@ -217,9 +217,10 @@ class Owners:
             for queue in self._queues.values():
                 size, number = 0, 0
                 for matrix in (each for each in queue if each.parameter in key[0]):
-                    size += math.prod(matrix.shape) * itemsize
-                    if size > ROUND_BYTES and matrix is not queue[0]:
-                        size, number = math.prod(matrix.shape) * itemsize, number + 1
+                    own = math.prod(matrix.shape) * itemsize
+                    if size and size + own > ROUND_BYTES:
+                        size, number = 0, number + 1
+                    size += own
                     number_of[matrix] = number
             chosen = [m for m in self.matrices if m in number_of]
             self._rounds[key] = [
@@ -239,13 +240,13 @@ class Owners:
             dtype: data type in which the pieces are sent.
         """
         held = {
-            matrix: piece_of(matrix).to(dtype)
+            matrix: piece_of(matrix)
             for matrix in each.matrices
             if self._owns(matrix, self._replicas(matrix))
         }
         for move in each.moves:
             held |= self._move(move, held, dtype, to_owner=True)
-        return {m: tensor for m, tensor in held.items() if self._owns(m, self._axes)}
+        return {m: tensor.to(dtype) for m, tensor in held.items() if self._owns(m, self._axes)}
 
     def scatter(
         self, each: Round, wholes: Mapping[Matrix, Tensor], dtype: torch.dtype
