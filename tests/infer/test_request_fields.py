@@ -320,6 +320,17 @@ def test_a_stream_counts_and_names_tokens_by_id(client: Client) -> None:
     assert last["id"] == "cmpl-abc"
 
 
+def test_a_stream_has_the_tokens_whose_text_is_held_back(client: Client) -> None:
+    body = {"prompt": "Once", **SHORT, "max_tokens": 12, "ignore_eos": True}
+    body |= {"return_token_ids": True}
+    (whole,) = client.ask(PATHS["completions"], body)[1]["choices"]
+    # The first letters may begin the stop text, so their text comes with a later token.
+    body |= {"stream": True, "stop": whole["text"][:8] + "\0"}
+    choices = [each["choices"][0] for each in client.events(PATHS["completions"], body)]
+    assert "".join(each["text"] for each in choices) == whole["text"]
+    assert [id for each in choices for id in each["token_ids"]] == whole["token_ids"]
+
+
 def test_other_endpoints_and_what_a_server_takes_for_granted(folder: Path) -> None:
     limits = Limits(
         names=("other",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
@@ -10,7 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from phalanx.infer.answers import Answer
 from phalanx.infer.app import Limits
+from phalanx.infer.engine import Piece
 from phalanx.infer.options import Sampling, TokenScore
 from phalanx.infer.protocol import GenerationBody
 
@@ -132,6 +134,27 @@ def test_a_character_of_several_tokens_counts_once() -> None:
     answer = Answer(served, 0, GenerationBody())
     found = answer.scores(0, tokens, [TokenScore(-1.0)] * 5)
     assert found["text_offset"] == [0, 1, 2, 2, 2]
+
+
+def test_only_the_last_event_says_what_ended_a_completion() -> None:
+    served: Any = SimpleNamespace(tokenizer=None, name="a")
+    # The engine may have finished before the first event is written.
+    ended: Any = SimpleNamespace(number=0, finish_reason="stop", stop_reason="x", prompt=[1])
+
+    async def pieces() -> AsyncGenerator[Piece]:
+        yield Piece(ended, "a", 1, None, None)
+        yield Piece(ended, "b", 2, None, "stop")
+
+    async def events() -> list[Any]:
+        body = GenerationBody(stream=True)
+        stream = Answer(served, None, body).stream(pieces(), [ended])
+        return [json.loads(each[6:]) async for each in stream if "DONE" not in each]
+
+    choices = [each["choices"][0] for each in asyncio.run(events())]
+    assert [(each["finish_reason"], each["stop_reason"]) for each in choices] == [
+        (None, None),
+        ("stop", "x"),
+    ]
 
 
 def test_what_asks_for_nothing_is_taken_as_openai_takes_it(client: Client) -> None:

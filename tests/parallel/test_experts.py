@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,9 +10,9 @@ from torch import Tensor
 
 from marks import by_hand
 from nccl_trace import traced
-from phalanx.comm.comm import Comm, Ranks, local_shard
+from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.ledger import Entry, Ledger
-from phalanx.comm.row_counts import RowCounts
+from phalanx.comm.row_counts import noted
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
 from phalanx.models.experts import MoE
@@ -120,22 +119,13 @@ def counted(text: str) -> tuple[list[Entry], list[Entry]]:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
     plan.apply(comm)
-    seen: list[RowCounts] = []
-    gather = Comm.gather_counts
-
-    def note(self: Comm, *args: object) -> RowCounts:
-        seen.append(counts := gather(self, *args))  # type: ignore[arg-type]
-        return counts
-
-    with patch.object(Comm, "gather_counts", note), Ledger(comm) as ledger:
+    with noted() as seen, Ledger(comm) as ledger:
         for length in (11, 6):
             ids = torch.randint(0, 48, (2, length + 1), generator=generator)
             with ledger.phase("forward"):
                 loss = model(ids[:, :-1], ids[:, 1:])
-            num_seen = len(seen)
             with ledger.phase("backward"):
                 loss.backward()
-            del seen[num_seen:]  # recomputed
     entries = [entry for entry in ledger.entries() if entry.axis == "ep"]
     return entries, split.traffic_of(seen, comm.coord("ep"))
 

@@ -12,13 +12,18 @@ import torch
 from plain_adapters import OnRanks, Plain
 from plain_loop import perceptron_loop, step, sum_of_losses
 from plain_models import mlp, rows_of
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import phalanx
-from phalanx.comm.comm import SingleRankComm
+from marks import by_hand
+from phalanx.comm.comm import Ranks, SingleRankComm, local_shard
 from phalanx.errors import CheckpointError, ScriptError
 from phalanx.launch.local import run_ranks
-from phalanx.train.optimizer import Muon, TorchMuon, bind
+from phalanx.parallel.plan import Plan
+from phalanx.script.optimizer import rebind
+from phalanx.strategy import Strategy
+from phalanx.train.optimizer import Muon, TorchMuon, bind, muon_groups
 
 
 def factored(on: Plain) -> None:
@@ -133,3 +138,78 @@ def test_no_checkpoint_has_state_at_owners(tmp_path: Path) -> None:
     assert "Adafactor keeps its state at the owners of whole matrices" in first[0]
     assert "the Adafactor keeps its state at the owners of whole matrices" in words
     assert "only the weights are saved" in words
+
+
+class Fused(nn.Module):
+    """Modules of a layer whose first map fuses queries, keys and values; none of them is run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Linear(5, 16)
+        self.norm = nn.LayerNorm(16)
+        self.attention = nn.ModuleDict({"qkv": nn.Linear(16, 48), "out": nn.Linear(16, 16)})
+        self.classes = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+ROLES = {
+    "patches": "scatter",
+    "norm": "norm",
+    "attention": "branch",
+    "attention.qkv": "column/3",
+    "attention.out": "row",
+    "classes": "full",
+}
+
+
+def filled(seed: int) -> nn.Module:
+    model = Fused().double()
+    for parameter in model.parameters():
+        generator = torch.Generator().manual_seed(seed + parameter.numel())
+        parameter.data.normal_(generator=generator)
+    return model
+
+
+def fused(texts: Sequence[str]) -> dict[tuple[str, str], float]:
+    """Step weights that fuse queries, keys and values by parts; return errors by split and name.
+
+    Gradients, and the weights of one process, are split as the weights of a model are.
+    """
+    whole = filled(0)
+    alone = Muon(muon_groups(whole, ROLES), 0.05)
+    gradients = dict(filled(1).named_parameters())
+    for _ in range(2):
+        for name, parameter in whole.named_parameters():
+            parameter.grad = gradients[name].detach().clone()
+        alone.step()
+    errors: dict[tuple[str, str], float] = {}
+    for text in texts:
+        strategy = Strategy.parse(text)
+        model, expected, gradient = filled(0), filled(0), filled(1)
+        expected.load_state_dict(whole.state_dict())
+        optimizer = Muon(muon_groups(model, ROLES), 0.05)
+        before = {parameter: name for name, parameter in model.named_parameters()}
+        for each in (model, expected, gradient):
+            Plan(strategy, each, roles=ROLES).build(comm := Ranks(strategy))
+        rebind(optimizer, before, model, comm)
+        given = dict(gradient.named_parameters())
+        for _ in range(2):
+            for name, parameter in model.named_parameters():
+                parameter.grad = given[name].detach()
+            optimizer.step()
+        right = dict(expected.named_parameters())
+        for name, parameter in model.named_parameters():
+            difference = local_shard(parameter.detach()) - local_shard(right[name].detach())
+            errors[text, name] = float(difference.abs().max()) if difference.numel() else 0.0
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "texts"), [(2, ["tp2", "fsdp2"]), by_hand(4, ["tp4:2d", "dp2,tp2"])]
+)
+def test_fused_weights_are_stepped_by_parts(num_ranks: int, texts: list[str]) -> None:
+    for errors in run_ranks(fused, num_ranks, texts, threads=1):
+        assert any("qkv.weight" in name for _, name in errors)
+        assert max(errors.values()) < 1e-12, max(errors, key=errors.__getitem__)

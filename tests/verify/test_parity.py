@@ -140,6 +140,31 @@ def test_llama_ties_dropout_odd_vocabulary(
     check_parity(subtests, pairs)
 
 
+@pytest.mark.parametrize(
+    "texts",
+    [
+        *jobs("fsdp2:zero1", "tp2:megatron"),
+        *jobs(
+            *("dp2", "fsdp2", "fsdp2:zero2", "fsdp2,recompute:full", "tp2", "pp2", "cp2", "fsdp3"),
+            *("dp2,fsdp2", "tp4:2d", "fsdp2,tp2", "dp2,cp2", "pp2,fsdp2", "dp2,fsdp3"),
+            *("fsdp2,cp2,tp2", "tp8:3d", "tp8:2.5d/2"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["match_rms_adamw", by_hand("original")])
+def test_muon(texts: Sequence[str], kind: Any, subtests: pytest.Subtests) -> None:
+    shape = dataclasses.replace(LLAMA, num_kv_heads=8)
+    optimizer = OptimizerConfig(
+        kind="muon", adjust_lr=kind, nesterov=kind == "original", matrix_lr=3e-2, warmup_steps=1
+    )
+    pairs: list[tuple[Case, Strategy]] = []
+    for strategy in map(Strategy.parse, texts):
+        case = case_of(shape, 2, 13, strategy.data_ranks)
+        pairs.append((dataclasses.replace(case, optimizer=optimizer), strategy))
+    check_parity(subtests, pairs)
+
+
 def split_over_ranks(case: Case, strategy: Strategy) -> list[Batch]:
     return [split(batch, 0, strategy.data_ranks, 1)[0] for batch in case.batches]
 

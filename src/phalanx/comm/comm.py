@@ -38,7 +38,7 @@ from phalanx.comm.fork import refuse_in_fork
 from phalanx.comm.meshes import job_mesh
 from phalanx.comm.pending import Pending
 from phalanx.comm.ranges import named
-from phalanx.comm.row_counts import RowCounts
+from phalanx.comm.row_counts import RowCounts, note
 from phalanx.comm.transfer import CommEngine
 from phalanx.strategy import Strategy, check_ranks
 
@@ -226,7 +226,7 @@ class Comm(ABC):
         """
         del num_rows
         counts_NG = self.all_gather(counts_G[None], axis, 0)
-        return RowCounts(tuple(map(tuple, counts_NG.tolist())))
+        return note(RowCounts(tuple(map(tuple, counts_NG.tolist()))))
 
     def exchange_rows(self, rows: Tensor, axis: str, counts: RowCounts) -> Tensor:
         """Send each rank its rows, and return the received rows; both are sorted by rank.

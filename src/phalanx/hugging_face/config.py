@@ -140,12 +140,12 @@ def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
     values["experts"] = _experts(config, family, sizes["num_layers"])
     if family.latent_entries:
         _require(config, "rope_interleave", True, absent=True)
-        of_latent: dict[str, Any] = {
+        of_latent: dict[str, Any] = {"query_rank": None} | {
             ours: _whole(config, theirs, most=MAX_SIZE)
             for theirs, ours in family.latent_entries.items()
             if ours != "query_rank" or _need(config, theirs) is not None
         }
-        values["latent"] = LatentShape(**{"query_rank": None, **of_latent})
+        values["latent"] = LatentShape(**of_latent)
         values["head_dim"] = values["latent"].plain_dim + values["latent"].rope_dim
     if name == "gemma3_text":
         _require(config, "query_pre_attn_scalar", values["head_dim"], absent=256)

@@ -230,10 +230,12 @@ class MoE(nn.Module):
         experts: the MLPs.
         shared: the expert that every token visits; None without one.
         shared_gate: map whose sigmoid scales the output of `shared`; None without one.
+        places: `places_in_rows`; replaced where each rank has a part of the positions of a row.
     """
 
     def __init__(self, shape: ModelShape, experts: ExpertShape, layer: int) -> None:
         super().__init__()
+        self.places = places_in_rows
         self.router = Router(shape.hidden, experts, layer)
         self.experts = Experts(shape, experts)
         self.shared = MLP(shape, experts.shared_ffn) if experts.shared_ffn else None
@@ -246,8 +248,18 @@ class MoE(nn.Module):
         """
         x_ND = x_BTD.flatten(0, -2)
         counted_N = None if counted_BT is None else counted_BT.flatten()
+        num_experts = self.router.experts.num_experts
         experts_Nk, weights_Nk = self.router(x_ND, counted_N)
-        order_M, counts_E = self._sorted(experts_Nk)
+        order_M = experts_Nk.flatten().argsort(stable=True)
+        if self.training and (capacity := self.router.experts.capacity) is not None:
+            experts_BTk = experts_Nk.view(*x_BTD.shape[:2], -1)
+            places_BTk, length = self.places(experts_BTk, num_experts)
+            most = math.ceil(capacity * experts_Nk.shape[1] * length / num_experts)
+            is_kept_Nk = places_BTk.view_as(experts_Nk) < most
+            if counted_N is not None and self.router.load is not None:
+                self.router.load.count_dropped(~is_kept_Nk, counted_N)
+            order_M = order_M[is_kept_Nk.flatten()[order_M]]
+        counts_E = count(experts_Nk.flatten()[order_M], num_experts)
         rows_MD = cast(Tensor, _Dispatch.apply(x_ND, experts_Nk, order_M))
         started = self.experts.start(rows_MD, counts_E)
         shared_ND = None if self.shared is None else self.shared(x_ND)  # while rows travel
@@ -257,10 +269,20 @@ class MoE(nn.Module):
         y_ND = cast(Tensor, _Combine.apply(rows_MD, weights_Nk.to(rows_MD.dtype), order_M))
         return (y_ND if shared_ND is None else y_ND + shared_ND).view_as(x_BTD)
 
-    def _sorted(self, experts_Nk: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the selections that are kept, sorted by expert, and the number of each expert."""
-        num_experts = len(self.router.weight)
-        return experts_Nk.flatten().argsort(stable=True), count(experts_Nk, num_experts)
+
+def places_in_rows(experts_BTk: Tensor, num_experts: int) -> tuple[Tensor, int]:
+    """Return how many earlier positions of its row selected the expert of each selection, and T.
+
+    With experts 2 0, 2 1 and 0 2 at the three positions of a row: places 0 0, 1 0 and 1 2.
+    """
+    num_rows, length, _ = experts_BTk.shape
+    rows_B11 = torch.arange(num_rows, device=experts_BTk.device)[:, None, None]
+    groups_M = (rows_B11 * num_experts + experts_BTk).flatten()
+    order_M = groups_M.argsort(stable=True)
+    counts = count(groups_M, num_rows * num_experts)
+    firsts_M = (counts.cumsum(0) - counts)[groups_M[order_M]]
+    places_M = torch.arange(len(order_M), device=order_M.device) - firsts_M
+    return torch.empty_like(places_M).scatter_(0, order_M, places_M).view_as(experts_BTk), length
 
 
 def count(experts: Tensor, num_experts: int) -> Tensor:

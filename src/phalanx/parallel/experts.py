@@ -25,7 +25,7 @@ expert and the rank of its token):
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -99,10 +99,10 @@ class ExpertSplit(Split):
         rows = [2 * num * length * self._experts.top_k for num, length in microbatches]
         return self._entries([Exchange(each, each * share) for each in rows] * self._num_layers)
 
-    def traffic_of(self, counts: Iterable[RowCounts], coord: int) -> list[Entry]:
+    def traffic_of(self, counts: Sequence[RowCounts], coord: int = 0) -> list[Entry]:
         """Return the communication of the rank at `coord` of ep in a step of known `counts`.
 
-        There is one for each microbatch and block with experts, in any order.
+        There is one for each microbatch and block with experts, in any order, as `noted`.
         """
         return self._entries([Exchange.of(each, coord) for each in counts])
 

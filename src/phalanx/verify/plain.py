@@ -322,7 +322,7 @@ class MoE(nn.Module):
         return y
 
     def _fits(self, best: Tensor, capacity: float) -> Tensor:
-        """Return 0 where an expert has its most tokens from earlier positions of the row, else 1."""
+        """Return 0 where an expert has its most tokens, from earlier positions, else 1."""
         num_rows, length, top_k = best.shape
         most = math.ceil(capacity * top_k * length / self.router.experts.num_experts)
         fits = torch.ones_like(best)

@@ -50,6 +50,15 @@ def traffic(
                 (phase, "cp", entry.op, times * entry.calls, times * scale * entry.payload_bytes)
                 for phase in phases_of(entry.phase, strategy.recompute.kind, is_kept)
             ]
+        if shape.experts is not None and shape.experts.capacity is not None:
+            # The selections of all positions, int32, in each block with experts.
+            blocks = (int(n.split(".")[1]) for names in skeleton.blocks.values() for n in names)
+            times = number * sum(shape.experts_of(block) is not None for block in blocks)
+            num_bytes = times * num_ranks * num_rows * held * shape.experts.top_k * 4
+            counts += [
+                (phase, "cp", "all_gather", times, num_bytes)
+                for phase in phases_of("forward", strategy.recompute.kind, False)
+            ]
     return entries_of(counts, lambda _: num_ranks)
 
 

@@ -21,6 +21,7 @@ from phalanx.comm.ledger import Entry
 from phalanx.errors import StrategyError
 from phalanx.models.attention import Attention, Documents, LatentAttention, documents_of
 from phalanx.models.decoder import Decoder
+from phalanx.models.experts import MoE, places_in_rows
 from phalanx.models.layers import Dropout
 from phalanx.models.loss import IGNORE
 from phalanx.parallel.batch_shape import BatchShape, batch_scope
@@ -109,11 +110,23 @@ def apply(model: nn.Module, comm: Comm, attention: Ring | Ulysses) -> None:
     """Split a decoder's inputs by position over the ranks of cp; changes the decoder in place."""
     assert isinstance(model, Decoder)
     positions = functools.partial(attention.order.positions, comm.coord("cp"))
+    row_length = 0
+
+    def places(experts_BTk: Tensor, num_experts: int) -> tuple[Tensor, int]:
+        num_held = experts_BTk.shape[1]
+        gathered_BTk = comm.all_gather(experts_BTk.int(), "cp", 1)
+        index_T = attention.order.gathered_index(num_held, gathered_BTk.device)
+        # Padding follows the row, so it takes no place before one of the row.
+        placed_BTk, _ = places_in_rows(gathered_BTk.index_select(1, index_T).long(), num_experts)
+        return placed_BTk.index_select(1, positions(num_held, index_T.device)), row_length
+
     for module in model.modules():
         if isinstance(module, Attention | LatentAttention):
             module.attend = attention
         elif isinstance(module, Dropout):
             module.row_positions = positions
+        elif isinstance(module, MoE):
+            module.places = places
     whole = model.forward
 
     @functools.wraps(whole)
@@ -125,7 +138,8 @@ def apply(model: nn.Module, comm: Comm, attention: Ring | Ulysses) -> None:
         documents_BT: Tensor | Documents | None = None,
         dropout_keys_B: Tensor | None = None,
     ) -> Tensor:
-        length = tokens_BT.shape[1]
+        nonlocal row_length
+        row_length = length = tokens_BT.shape[1]
         model.check_length(length)
         if positions_BT is None:
             positions_BT = torch.arange(length, device=tokens_BT.device)[None]

@@ -138,17 +138,12 @@ def default_patterns(model: nn.Module) -> Patterns:
     return {p: role for p, role in patterns.items() if any(_matches(p, n) for n in names)}
 
 
-def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleBinding]:
-    """Return bindings of the modules that have a role, in the order of the model.
-
-    Args:
-        model: any module, on any device.
-        patterns: name patterns to roles, with precedence over the model's built-in patterns.
+def roles_of(model: nn.Module, patterns: Patterns | None = None) -> dict[str, RoleBinding]:
+    """Return the roles of modules by name, in the order of the model, whether tp can split it.
 
     Raises:
-        StrategyError: the model is unknown and there are no patterns, a pattern matches nothing, a
-            role does not exist, roles contradict each other, or a setting of the model (such as
-            dropout) would give results that differ from a single process.
+        StrategyError: the model is unknown and there are no patterns, a pattern matches nothing, or
+            a role does not exist.
     """
     asked, known = dict(patterns or {}), default_patterns(model)
     if not asked and not known:
@@ -175,6 +170,22 @@ def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleB
             for inner, of_inner in _inside_wrapper(name, role, modules[name]).items():
                 bound = parts if of_inner in ("column", "lora_b") else (1,)
                 bindings[inner] = RoleBinding(inner, of_inner, modules[inner], parts=bound)
+    return bindings
+
+
+def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleBinding]:
+    """Return bindings of the modules that have a role, in the order of the model.
+
+    Args:
+        model: any module, on any device.
+        patterns: name patterns to roles, with precedence over the model's built-in patterns.
+
+    Raises:
+        StrategyError: the model is unknown and there are no patterns, a pattern matches nothing, a
+            role does not exist, roles contradict each other, or a setting of the model (such as
+            dropout) would give results that differ from a single process.
+    """
+    bindings = roles_of(model, patterns)
     for name, binding in bindings.items():
         if binding.role in COLUMNS and _enclosing(name, bindings, "branch") is None:
             raise StrategyError(f"tp: the column map '{name}' is in no module with the role branch")
