@@ -111,7 +111,7 @@ CHAIN = ("dp1", "tp2", "tp4:2d", "tp8:3d", "tp8:2.5d/2", "fsdp2,tp2", "dp1", "dp
 
 
 EXPERTS = dataclasses.replace(
-    SHAPE, norm="rms", bias=False, experts=ExpertShape(num_experts=4, top_k=2, ffn=9, shared_ffn=8)
+    SHAPE, norm="rms", bias=False, experts=ExpertShape(num_experts=4, top_k=2, ffn=18, shared_ffn=8)
 )
 
 
@@ -189,7 +189,7 @@ def test_training_goes_on_from_layout_to_layout(
 )
 def test_training_with_experts_goes_on_without_ep(tmp_path: Path, chain: Sequence[str]) -> None:
     before = check_chain(tmp_path, chain, "adamw", EXPERTS)
-    assert before["optimizer.blocks.0.mlp.experts.gate.exp_avg_sq"].shape == (4, 9, 16)
+    assert before["optimizer.blocks.0.mlp.experts.gate.exp_avg_sq"].shape == (4, 18, 16)
 
 
 def check_chain(

@@ -17,7 +17,7 @@ from phalanx.measure.memory import MemoryLedger
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel import data
-from phalanx.parallel.plan import Plan, plan_decoder
+from phalanx.parallel.plan import Plan, plan_decoder, shard_of
 from phalanx.parallel.reduce import BUCKET_BYTES, buckets
 from phalanx.parallel.split import StateBytes
 from phalanx.strategy import Strategy
@@ -265,20 +265,26 @@ def test_experts_are_summed_over_dp_alone() -> None:
     assert sums == {"dp": dense + of_experts // 2, "ep": dense}
 
 
-def first_weights_of_another_seed() -> dict[str, torch.Tensor]:
-    strategy = Strategy.parse("dp2,ep2")
+def first_weights_of_another_seed(text: str) -> tuple[int, int, dict[str, torch.Tensor]]:
+    """Return the bytes that this rank should hold, those that it holds, and all weights."""
+    strategy = Strategy.parse(text)
     comm, model = Ranks(strategy), Decoder(EXPERTS)
     model.initialize(comm.rank)
-    Plan(strategy, model).build(comm)
-    return {
+    plan = Plan(strategy, model)
+    predicted = plan.holds().parameter_bytes
+    plan.build(comm)
+    whole = {
         name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
         for name, p in model.named_parameters()
     }
+    return predicted, sum(shard_of(p)[0].nbytes for p in model.parameters()), whole
 
 
-def test_all_ranks_begin_with_the_weights_of_the_first() -> None:
+@pytest.mark.parametrize("text", ["dp2,ep2", "fsdp2,ep2"])
+def test_all_ranks_begin_with_the_weights_of_the_first(text: str) -> None:
     first = Decoder(EXPERTS)
     first.initialize(0)
-    for held in run_ranks(first_weights_of_another_seed, 4, threads=1):
+    for predicted, held, whole in run_ranks(first_weights_of_another_seed, 4, text, threads=1):
+        assert held == predicted
         for name, parameter in first.named_parameters():
-            assert torch.equal(held[name], parameter), name
+            assert torch.equal(whole[name], parameter), name
