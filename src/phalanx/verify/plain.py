@@ -349,8 +349,10 @@ class Block(nn.Module):
         self.attention_output_norm = Norm(shape.hidden, shape) if after else None
         self.mlp_norm = Norm(shape.hidden, shape) if before else None
         experts = shape.experts
-        is_dense = experts is None or index < experts.first_dense
-        self.mlp = MLP(shape, shape.ffn) if is_dense else MoE(shape, experts)
+        if experts is None or index < experts.first_dense:
+            self.mlp = MLP(shape, shape.ffn)
+        else:
+            self.mlp = MoE(shape, experts)
         self.mlp_output_norm = Norm(shape.hidden, shape) if after else None
 
     def forward(self, x: Tensor, angles: Any, sees: Tensor, keys: Tensor | None) -> Tensor:
