@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from phalanx.models.kernels import device_type
-from phalanx.models.kernels import device_type
 from phalanx.models.layers import MLP, Linear, gated
 from phalanx.models.shape import ExpertShape, ModelShape
 
