@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 from main import time_steps
 from phalanx.account.count import Case, one_block_shape, work_of
+from phalanx.account.parameters import BlockKind
 from phalanx.launch.local import run_ranks
 from phalanx.models.shape import ModelShape
 from phalanx.strategy import Strategy
@@ -25,7 +26,7 @@ SHAPE = ModelShape(
 
 def num_operations(shape: ModelShape, has_documents: bool) -> int:
     """Return the operations of a step, as the planner counts them."""
-    one = one_block_shape(shape, None, shape.max_seq_len)
+    one = one_block_shape(shape, BlockKind(None, has_experts=False), shape.max_seq_len)
     case = Case(
         *(one, Strategy.parse("dp1"), shape.max_seq_len, 1, "bfloat16", "cuda"),
         has_documents=has_documents,

@@ -7,7 +7,8 @@ that name a core the core is taken. Beside the error of the planner stands the e
 the median MFU of the group itself, which no run but those of the group can know. `left out` prices
 each group as if nobody had published it: with the median of the constants of the other programs,
 and with the speed of its device at which the other groups on that device have the least error; of a
-device on which no other ran, as the catalogue assumes of unknown ones.
+device on which no other ran, as the catalogue assumes of unknown ones. Runs whose strategy Phalanx
+has not are priced by the nearest, in groups of their own that do not count among all.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def measured(row: dict[str, Any]) -> Measured | None:
     peak = run.cluster.device.flops * row["num_gpus"]
     return Measured(
         run=run,
-        group=row["group"],
+        group=f"{row['group']}, nearest" if run.lacks else row["group"],
         cell=(row["group"], row["model"]["name"], row["num_gpus"], row["seq_len"]),
         step_s=step_s,
         peak_s=published.flops_of_token(shape, row["seq_len"]) * tokens / peak,
@@ -180,11 +181,12 @@ def main() -> int:
         cells[run.cell].append((of.measured_s, of.predicted_s))
     print(file=sys.stderr)
     table = {name: row_of(runs) for name, runs in groups.items()}
-    table["all"] = row_of([run for runs in groups.values() for run in runs])
-    print(f"{'group':<22}" + "".join(f"{name:>13}" for name in table["all"]))
+    counted = [runs for name, runs in groups.items() if not name.endswith(", nearest")]
+    table["all"] = row_of([run for runs in counted for run in runs])
+    print(f"{'group':<27}" + "".join(f"{name:>13}" for name in table["all"]))
     for name, figures in table.items():
         cells_of = [f"{v:>13.0f}" if k == "runs" else f"{v:>13.1%}" for k, v in figures.items()]
-        print(f"{name:<22}" + "".join(cells_of))
+        print(f"{name:<27}" + "".join(cells_of))
     several = [pairs for pairs in cells.values() if len(pairs) > 3]
     if several:
         middle = statistics.median(map(rank_correlation, several))

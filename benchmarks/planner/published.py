@@ -2,8 +2,8 @@
 
 A run is read as the nearest strategy of Phalanx. Constants depend on its hardware and its software,
 never on the single run. A value that a run does not state, such as the schedule or recomputation,
-has the usual value of its software. Experts are read as a dense MLP as wide as the experts that a
-token visits, and the time of their all-to-all is added.
+has the usual value of its software. Benchmarks balance the tokens of experts by force, so their
+imbalance is 1.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from phalanx.account.parameters import num_parameters
 from phalanx.account.planned import DecoderModel, PlannedStep, decoder_step
 from phalanx.account.rank_memory import StageMemory, heaviest, memory, of_libraries
 from phalanx.errors import ConfigError
-from phalanx.models.shape import ModelShape
-from phalanx.planner import network
+from phalanx.models.registry import shape_of
+from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.planner.hardware import CLUSTERS, FABRIC
 from phalanx.planner.machine import Cluster, Level
 from phalanx.planner.price import price
@@ -37,6 +37,7 @@ _PROGRAMS: Final = {
     "nanotron": "nanotron",
     "maxtext": "maxtext",
     "megatron-bridge": "megatron-core",
+    "megatron-moe-zoo": "megatron-core",
     "nemo": "megatron-core",
     "torchtitan": "compiled",
     "deepspeed": "megatron-deepspeed",
@@ -53,27 +54,19 @@ _OF_THE_FIRST_STAGE: Final = ("nanotron",)
 _SPEED_UP: Final = {"fp8": 1.8, "fp4": 2.7}
 """Word in a run's precision -> speed of its products relative to 16 bits."""
 
-_OF_EXPERTS: Final = 0.4
-"""Relative speed of products in a model with experts: tokens are sorted, and unevenly routed."""
-
-_ALL_TO_ALLS: Final = 4
-"""All-to-alls of a block with experts: dispatch and combine, in forward and in backward."""
-
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A published run: a planned step with its cluster, its software and its experts.
+    """A published run: a planned step with its cluster and its software.
 
     Attributes:
-        experts: the run's `moe` values; None for a dense model.
-        expert_ranks: degree of expert parallelism.
+        lacks: why the step is only the nearest that Phalanx has; empty if it is the run's.
     """
 
     planned: PlannedStep[DecoderModel]
     cluster: Cluster
     software: Software
-    experts: Mapping[str, Any] | None = None
-    expert_ranks: int = 1
+    lacks: str = ""
 
 
 def read(row: Mapping[str, Any]) -> PublishedRun:
@@ -109,18 +102,17 @@ def read(row: Mapping[str, Any]) -> PublishedRun:
         microbatch=microbatch,
         accumulation=accumulation,
     )
-    return PublishedRun(
-        planned,
-        _cluster(row, row["num_gpus"]),
-        software,
-        model.get("moe"),
-        parallel.get("ep") or 1,
-    )
+    lacks = ""
+    if shape.experts is not None and strategy.tp.degree > 1:
+        # Megatron's ranks of tp route a part of the tokens each, to whole experts. Here they have
+        # the same tokens, and each has a part of every expert.
+        lacks = "ranks of tp have experts of their own"
+    return PublishedRun(planned, _cluster(row, row["num_gpus"]), software, lacks)
 
 
 def seconds(run: PublishedRun) -> float:
     """Return the predicted time of a step, seconds."""
-    return price(run.planned, run.cluster, run.software).step_s + _exchange_s(run)
+    return price(run.planned, run.cluster, run.software).step_s
 
 
 def held(run: PublishedRun) -> tuple[int, bool]:
@@ -166,38 +158,6 @@ def flops_of_token(shape: ModelShape, seq_len: int) -> float:
     return 6 * num_parameters(shape).matmul + 12 * shape.num_layers * width * seq_len
 
 
-def exchange_s(
-    group: network.GroupLayout, sent_bytes: float, cluster: Cluster, software: Software
-) -> float:
-    """Return the time of one all-to-all in which a rank sends `sent_bytes` to the others.
-
-    Data for ranks of other units is sent over the rank's own link.
-    """
-    first = cluster.levels[0]
-    inside = min(group.size, max(1, first.devices // group.stride))
-    inner_bandwidth = first.link.among(inside) * software.inner_bandwidth
-    inner_s = sent_bytes * inside / group.size / inner_bandwidth if inside > 1 else 0.0
-    if inside == group.size:
-        return inner_s + first.link.latency_s + software.call_s
-    link = cluster.levels[1].link
-    outer_s = sent_bytes * (1 - inside / group.size) / (link.bandwidth * software.outer_bandwidth)
-    return max(inner_s, outer_s) + link.latency_s + software.call_s
-
-
-def _exchange_s(run: PublishedRun) -> float:
-    """Return the time of a step's all-to-alls of tokens to experts and back."""
-    if run.experts is None or run.expert_ranks == 1:
-        return 0.0
-    planned, ranks = run.planned, run.expert_ranks
-    tokens = planned.microbatch * planned.seq_len * run.experts["topk"]
-    sent = 2 * tokens * planned.model.shape.hidden * (ranks - 1) / ranks
-    group = network.GroupLayout(ranks, planned.strategy.tp.degree)
-    job = run.cluster.of(max(ranks, planned.strategy.num_ranks))
-    once = exchange_s(group, sent, job, run.software)
-    blocks = planned.model.shape.num_layers / planned.strategy.pp.degree
-    return _ALL_TO_ALLS * once * blocks * planned.accumulation
-
-
 def _software(row: Mapping[str, Any]) -> Software:
     text = f"{row.get('group', '')} {row.get('source', '')}".lower()
     for word, name in _PROGRAMS.items():
@@ -207,10 +167,9 @@ def _software(row: Mapping[str, Any]) -> Software:
 
 
 def _of_precision(row: Mapping[str, Any], software: Software) -> Software:
-    """Return the software with `speed_up` set for the run's precision and its experts."""
+    """Return the software with `speed_up` set for the run's precision."""
     precision = (row.get("precision") or "").lower()
     speed_up = next((value for word, value in _SPEED_UP.items() if word in precision), 1.0)
-    speed_up *= _OF_EXPERTS if row["model"].get("moe") else 1.0
     return dataclasses.replace(software, speed_up=speed_up)
 
 
@@ -218,12 +177,22 @@ def _shape(row: Mapping[str, Any]) -> ModelShape:
     model, experts = row["model"], row["model"].get("moe")
     heads = model["heads"]
     ffn = model.get("ffn") or 4 * model["hidden"]
-    if experts:
-        visited = experts.get("topk", 1) + (experts.get("shared") or 0)
-        ffn = visited * (experts.get("moe_ffn") or ffn)
     head_dim = model.get("head_dim") or model["hidden"] // heads
-    is_gpt = not model.get("gated_mlp")
+    is_gpt = not (model.get("gated_mlp") or experts)
     choices: dict[str, Any] = {}
+    if experts:
+        if experts.get("attention") == "MLA":  # such runs do not state its widths
+            latent = shape_of("deepseek-v3-671b").latent
+            assert latent is not None
+            choices["latent"], head_dim = latent, latent.plain_dim + latent.rope_dim
+        of_expert = experts.get("moe_ffn") or ffn
+        choices["experts"] = ExpertShape(
+            num_experts=experts["experts"],
+            top_k=experts["topk"],
+            ffn=of_expert,
+            first_dense=experts.get("dense_layers") or 0,
+            shared_ffn=(experts.get("shared") or 0) * of_expert,
+        )
     if is_gpt:
         choices = {"norm": "layer", "position": "learned", "mlp": "gelu", "tied": True}
         choices["bias"] = "llm-foundry" not in row.get("group", "")
@@ -253,10 +222,15 @@ def _strategy(row: Mapping[str, Any]) -> str:
         is_split = "ZB" in (parallel.get("schedule") or "")
         kind = f":interleaved/{degree['vpp']}" if degree["vpp"] > 1 else ":zb/1" if is_split else ""
         parts.append(f"pp{degree['pp']}{kind}")
-    if degree["dp"] > 1:
-        parts.append(f"fsdp{degree['dp']}:zero{stage}" if stage else f"dp{degree['dp']}")
+    # Megatron's degree of ep counts ranks of dp and of tp. Here ep has ranks of dp alone, and tp
+    # splits the experts of a rank, which then hold as many parameters.
+    ep = math.gcd(degree["dp"], parallel.get("ep") or 1)
+    if (data := degree["dp"] // ep) > 1:
+        parts.append(f"fsdp{data}:zero{stage}" if stage else f"dp{data}")
     if degree[POSITIONS] > 1:
         parts.append(f"{POSITIONS}{degree[POSITIONS]}")
+    if ep > 1:
+        parts.append(f"ep{ep}")
     if degree["tp"] > 1:
         is_whole = parallel.get("sequence_parallel") is False
         parts.append(f"tp{degree['tp']}{':megatron' if is_whole else ''}")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import runs
@@ -108,7 +110,7 @@ CHAIN = ("dp1", "tp2", "tp4:2d", "tp8:3d", "tp8:2.5d/2", "fsdp2,tp2", "dp1", "dp
 
 
 def two_steps(
-    run: Path, text: str, steps_done: int, num_steps: int
+    run: Path, text: str, steps_done: int, num_steps: int, kind: Literal["adamw", "muon"] = "adamw"
 ) -> tuple[list[tuple[float, float]], State, State]:
     """Go on from the latest checkpoint, if there is one, and save; all in float64.
 
@@ -120,9 +122,9 @@ def two_steps(
     model = Decoder(SHAPE).double()
     model.initialize(3 + steps_done)  # other weights than those in the checkpoint
     runner = Plan(strategy, model).build(comm)
-    config = OptimizerConfig(warmup_steps=1)
+    config = OptimizerConfig(kind=kind, warmup_steps=1)
     step = Step(
-        model, build_optimizer(model, config), NextToken(3, SHAPE.dropout), config,
+        model, build_optimizer(model, config, comm), NextToken(3, SHAPE.dropout), config,
         comm=comm, num_steps=2 * len(CHAIN), run=runner,
     )  # fmt: skip
     loaded: State = {}
@@ -140,25 +142,36 @@ def two_steps(
 
 
 def two_steps_each(
-    run: Path, texts: list[str], steps_done: int
+    run: Path, texts: list[str], steps_done: int, kind: Literal["adamw", "muon"] = "adamw"
 ) -> list[tuple[list[tuple[float, float]], State, State]]:
     """Go on under strategies of as many ranks, one after another; NCCL would run their calls."""
-    return [traced(two_steps, run, text, steps_done + 2 * n, 2) for n, text in enumerate(texts)]
+    return [
+        traced(two_steps, run, text, steps_done + 2 * n, 2, kind) for n, text in enumerate(texts)
+    ]
 
 
-@pytest.mark.parametrize("num_links", [2, by_hand(len(CHAIN))])
-def test_training_goes_on_from_layout_to_layout(tmp_path: Path, num_links: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "chain"),
+    [
+        ("adamw", CHAIN[:2]),
+        ("muon", ("fsdp2", "dp2", "dp1")),
+        by_hand("adamw", CHAIN),
+        by_hand("muon", ("dp2,fsdp2", *CHAIN)),
+    ],
+)
+def test_training_goes_on_from_layout_to_layout(
+    tmp_path: Path, kind: Literal["adamw", "muon"], chain: Sequence[str]
+) -> None:
     """The second step of each shows that the moments came along."""
-    chain = CHAIN[:num_links]
     num_steps = 2 * len(chain)
     ((expected, _, _),) = run_ranks(
-        two_steps, 1, tmp_path / "alone", "dp1", 0, num_steps, threads=1
+        two_steps, 1, tmp_path / "alone", "dp1", 0, num_steps, kind, threads=1
     )
     before: State = {}
     steps_done = 0
     for num_ranks, group in itertools.groupby(chain, lambda text: Strategy.parse(text).num_ranks):
         texts = list(group)
-        ranks = run_ranks(two_steps_each, num_ranks, tmp_path, texts, steps_done, threads=1)
+        ranks = run_ranks(two_steps_each, num_ranks, tmp_path, texts, steps_done, kind, threads=1)
         for number, text in enumerate(texts):
             for steps, loaded, _ in (results[number] for results in ranks):
                 assert_same(loaded, before)
@@ -167,3 +180,5 @@ def test_training_goes_on_from_layout_to_layout(tmp_path: Path, num_links: int) 
             before = ranks[0][number][2]
             steps_done += 2
     assert any(name.endswith("mlp.up.bias.exp_avg_sq") for name in before)
+    has_buffer = any(name.endswith("mlp.up.weight.momentum_buffer") for name in before)
+    assert has_buffer == (kind == "muon")

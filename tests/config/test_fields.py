@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,8 @@ from phalanx.cli.convert import ConvertConfig
 from phalanx.cli.doctor import DoctorConfig
 from phalanx.config import TrainConfig
 from phalanx.config.fields import (
+    Parts,
+    Range,
     Use,
     check_type,
     check_values,
@@ -135,3 +138,20 @@ def test_a_run_keeps_what_another_start_of_it_needs() -> None:
     left |= {"memory_every", "debug_net"}  # of the launcher, and of this start
     left |= {"server.coordinator", "server.worker", "server.secret"}
     assert set(KEYS) - set(stored_settings(TrainConfig())) == left
+
+
+@dataclass(frozen=True)
+class Box(Parts):
+    KEY: ClassVar = "box"
+    width: Annotated[int, Range(1)]
+    depth: int
+    color: str = "grey"
+
+
+def test_a_text_of_parts_takes_the_rest_from_a_preset_or_defaults() -> None:
+    assert Box.parse("depth=2, width=3") == Box(3, 2)
+    assert Box.parse("depth=4", Box(3, 2, "red")) == Box(3, 4, "red")
+    with pytest.raises(ConfigError, match="box is 'color=red'; expected also width and depth, "):
+        Box.parse("color=red")
+    with pytest.raises(ConfigError, match="box: width is 0; expected at least 1; the nearest is 1"):
+        Box.parse("width=0", Box(3, 2))

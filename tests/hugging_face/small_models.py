@@ -9,6 +9,8 @@ from unittest import mock
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
@@ -122,6 +124,16 @@ def olmoe(**options: Any) -> PreTrainedModel:
     return OlmoeForCausalLM(OlmoeConfig(**{**SIZES, **own, **options}))
 
 
+def deepseek_v3(**options: Any) -> PreTrainedModel:
+    own = {
+        "num_key_value_heads": 4, "q_lora_rank": 14, "kv_lora_rank": 12, "qk_nope_head_dim": 10,
+        "qk_rope_head_dim": 6, "v_head_dim": 9, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-6,
+    }  # fmt: skip
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**{**SIZES, **own, **options}))
+
+
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": llama,
     "llama-tied-llama3-rope": lambda: llama(
@@ -159,6 +171,10 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "qwen2-moe": qwen2_moe,
     "olmoe": olmoe,
+    "deepseek-v3": deepseek_v3,
+    "deepseek-v3-direct-queries": lambda: deepseek_v3(
+        q_lora_rank=None, first_k_dense_replace=0, norm_topk_prob=False
+    ),
 }  # fmt: skip
 
 

@@ -182,8 +182,8 @@ def test_a_shape_with_experts_has_the_type_that_computes_it() -> None:
         of(replace(EXPERTS, renormalizes=False))
     with pytest.raises(
         ConfigError,
-        match=r"of those with experts, mixtral, qwen3_moe, qwen2_moe, olmoe supports this shape; "
-        r"the nearest is qwen3_moe, but its experts.score is 'softmax', not 'sigmoid'$",
+        match=r"of those with experts, mixtral, qwen3_moe, qwen2_moe, olmoe, deepseek_v3 supports "
+        r"this shape; the nearest is qwen3_moe, but its experts.score is 'softmax', not 'sigmoid'$",
     ):
         of(replace(EXPERTS, score="sigmoid"), qk_norm=True)
     with pytest.raises(ConfigError, match="'llama' does not support this shape; legal are mix"):

@@ -20,7 +20,7 @@ import pytest
 import torch
 from folders import GPT2, edit_config, edit_tensors, files_of, saved
 from safetensors.torch import load_file, save_file
-from small_models import MODELS, model_of
+from small_models import MODELS, mixtral, model_of, olmoe, qwen2_moe, qwen3_moe
 from states import from_hf
 from torch import Tensor
 from transformers import (
@@ -34,9 +34,10 @@ from phalanx.checkpoint.sharding import file_of
 from phalanx.checkpoint.weights import open_checkpoint, sizes_of
 from phalanx.cli.main import main
 from phalanx.comm.comm import Ranks
+from phalanx.config import OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.compare import compare_logits
-from phalanx.hugging_face.config import config_to_hf
+from phalanx.hugging_face.config import config_to_hf, shape_from_hf
 from phalanx.hugging_face.convert import convert, decoder_of
 from phalanx.hugging_face.families import family_of
 from phalanx.hugging_face.folder import INDEX, WEIGHTS, write_folder
@@ -47,6 +48,9 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel.plan import Plan
 from phalanx.storage import checksum
 from phalanx.strategy import Strategy
+from phalanx.train.job.resolve import resolve
+from phalanx.train.text import TextSession
+from small_run import small_run, tokenizer_of
 
 logging.disable_progress_bar()
 
@@ -102,10 +106,10 @@ def test_there_and_back_is_equal_to_the_bit(name: str, tmp_path: Path) -> None:
     assert first.shape == second.shape
     names = list(sizes_of(first.shape))
     assert_equal({n: second.read(n) for n in names}, {n: first.read(n) for n in names})
-    assert_equal(dict(decoder_of(theirs).named_parameters()), {n: first.read(n) for n in names})
+    assert_equal(decoder_of(theirs).state_dict(), {n: first.read(n) for n in names})
 
 
-WITH_EXPERTS = ("mixtral", "qwen3-moe-tied-first-dense", "qwen2-moe", "olmoe")
+WITH_EXPERTS = ("mixtral", "qwen3-moe-tied-first-dense", "qwen2-moe", "olmoe", "deepseek-v3")
 
 
 @pytest.mark.parametrize("name", WITH_EXPERTS)
@@ -132,6 +136,42 @@ def test_experts_are_read_once_to_be_written(
     monkeypatch.setattr(index, "load_full", load_full)
     convert(tmp_path / "ours", tmp_path / "back")
     assert len(read) == len(set(read)) == len(sizes_of(open_checkpoint(tmp_path / "ours").shape))
+
+
+def take_a_step_and_save(config: TrainConfig) -> None:
+    session = TextSession(resolve(config))
+    with session.loader:
+        session.step(next(session.loader))
+        session.begin_save()
+        session.saver.finish()
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [(mixtral, "fsdp2"), (qwen3_moe, "dp1"), (qwen2_moe, "dp2"), (olmoe, "dp1")],
+)
+def test_a_run_begins_with_experts_and_is_written_back(
+    make: Callable[..., Any], strategy: str, tmp_path: Path
+) -> None:
+    theirs = make(vocab_size=300)
+    theirs.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "tokenizer.json").write_text(tokenizer_of(300))
+    config = small_run(
+        tmp_path,
+        model=str(tmp_path / "saved"),
+        shape=ShapeConfig(),
+        steps=1,
+        strategy=strategy,
+        optimizer=OptimizerConfig(lr=1e-12, warmup_steps=0),
+    )
+    run_ranks(take_a_step_and_save, Strategy.parse(strategy).num_ranks, config, threads=1)
+    assert open_checkpoint(tmp_path / "run").shape == shape_from_hf(theirs.config.to_dict())
+    done = convert(tmp_path / "run", tmp_path / "back", dtype=torch.float64)
+    assert done.family == theirs.config.model_type
+    back, expected = tensors_in(tmp_path / "back"), tensors_in(tmp_path / "saved")
+    assert back.keys() == expected.keys()
+    moved = [float((back[name] - expected[name].double()).abs().max()) for name in back]
+    assert 0 < max(moved) < 1.1e-12
 
 
 def test_experts_that_are_missing(tmp_path: Path) -> None:

@@ -45,9 +45,11 @@ def ascii_bytes() -> str:
     return tokenizer.to_str()
 
 
-def published(folder: Path, tokenizer: str | None = None, **companions: Any) -> Path:
-    """Write a small Llama as transformers does, with its tokenizer, into `folder`/hf."""
-    _, theirs = twins("llama")
+def published(
+    folder: Path, tokenizer: str | None = None, *, of: str = "llama", **companions: Any
+) -> Path:
+    """Write a small model as transformers does, with its tokenizer, into `folder`/hf."""
+    _, theirs = twins(of)
     theirs.save_pretrained(folder / "hf")
     (folder / "hf" / "tokenizer.json").write_text(tokenizer or letters())
     for name, content in companions.items():

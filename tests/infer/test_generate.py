@@ -68,10 +68,11 @@ def test_a_run_of_any_strategy_generates_the_sample_that_its_training_wrote(
 
 
 @pytest.fixture(name="published")
-def _published(tmp_path: Path) -> Path:
-    return published(tmp_path)
+def _published(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    return published(tmp_path, of=getattr(request, "param", "llama"))
 
 
+@pytest.mark.parametrize("published", ["llama", "mixtral", "qwen2-moe"], indirect=True)
 def test_a_published_folder_is_continued_as_transformers_does(
     published: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from models_and_prompts import prompts, twins
+from safetensors.torch import load_file, save_file
 from served_model import published, serving
 
 from phalanx.checkpoint.weights import Weights
 from phalanx.cli import convert
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.hugging_face.peft_folder import CONFIG, write_peft
+from phalanx.hugging_face.peft_folder import CONFIG, MODEL, write_peft
 from phalanx.infer.app import Limits
 from phalanx.infer.assembly import engine_of, with_engine
 from phalanx.infer.engine import Engine
@@ -28,11 +29,14 @@ TARGETS = {"a": ("attention.q", "mlp.down"), "b": ("attention.q", "attention.out
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a model, hf, and adapters a and b of other ranks and maps."""
-    folder = tmp_path_factory.mktemp("adapters")
-    published(folder)
-    shape = twins("llama")[0].shape
-    for seed, (name, targets) in enumerate(TARGETS.items()):
+    return adapted(tmp_path_factory.mktemp("adapters"), "llama", TARGETS)
+
+
+def adapted(folder: Path, of: str, adapters: dict[str, tuple[str, ...]]) -> Path:
+    """Write a model, hf, and adapters a and b of other ranks and maps; return `folder`."""
+    published(folder, of=of)
+    shape = twins(of)[0].shape
+    for seed, (name, targets) in enumerate(adapters.items()):
         lora = Lora(rank=2 + seed, alpha=5, targets=targets, is_rank_stabilized=bool(seed))
         torch.manual_seed(seed)
         made: dict[str, torch.Tensor] = {}
@@ -40,14 +44,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         def read(
             name: str, lora: Lora = lora, made: dict[str, torch.Tensor] = made
         ) -> torch.Tensor:
-            module = dict(twins("llama")[0].named_modules())[name.partition(".lora_")[0]]
+            module = dict(twins(of)[0].named_modules())[name.partition(".lora_")[0]]
             num_out, num_in = module.weight.shape
             size = (lora.rank, num_in) if ".lora_A" in name else (num_out, lora.rank)
             return made.setdefault(name, torch.randn(size) / 4)
 
         (folder / name).mkdir()
         weights = Weights(folder, dataclasses.replace(shape, lora=lora), read)
-        write_peft(folder / name, weights, str(folder / "hf"), "llama")
+        write_peft(folder / name, weights, str(folder / "hf"), twins(of)[1].config.model_type)
     return folder
 
 
@@ -94,6 +98,23 @@ def check_mixed(found: Answers, folder: Path) -> None:
 def test_a_batch_of_several_adapters_is_as_of_merged_models(folder: Path) -> None:
     config = dataclasses.replace(CONFIG_OF, lora_modules=modules_of(folder))
     check_mixed(with_engine(folder / "hf", config, mixed_answers), folder)
+
+
+def test_attention_has_adapters_beside_experts(tmp_path: Path) -> None:
+    of_attention = {"a": ("attention.q", "attention.v"), "b": ("attention.q", "attention.output")}
+    folder = adapted(tmp_path, "olmoe", of_attention)
+    config = dataclasses.replace(CONFIG_OF, lora_modules=modules_of(folder))
+    check_mixed(with_engine(folder / "hf", config, mixed_answers), folder)
+    tensors = load_file(folder / "a" / MODEL)
+    for letter in "AB":  # as PEFT writes them over a transformers that had a module an expert
+        shape = {"A": (2, 32), "B": (48, 2)}[letter]
+        name = "base_model.model.model.layers.0.mlp.experts.3.up_proj.lora_{}.weight"
+        tensors[name.format(letter)] = torch.ones(shape)
+    save_file(tensors, folder / "a" / MODEL)
+    with pytest.raises(
+        CheckpointError, match=r"experts\.3\.up_proj.*which no linear map of this o"
+    ):
+        open_served(folder / "hf", config.lora_modules)
 
 
 @pytest.mark.slow

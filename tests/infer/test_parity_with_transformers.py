@@ -37,7 +37,7 @@ def _one_thread() -> Iterator[None]:
 
 GREEDY = Sampling(max_tokens=NUM_NEW, temperature=0)
 FAMILIES = ("llama-tied-llama3-rope", "qwen2", "qwen3-tied-every-other-window", "phi3", "olmo2")
-WITH_EXPERTS = ("mixtral", "qwen3-moe-tied-first-dense", "qwen2-moe", "olmoe")
+WITH_EXPERTS = ("mixtral", "qwen3-moe-tied-first-dense", "qwen2-moe", "olmoe", "deepseek-v3")
 QUICK = {(1, 64, True, False), (4, 7, True, False), (16, 512, True, True), (16, 64, False, False)}
 
 

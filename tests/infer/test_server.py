@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
@@ -10,7 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from phalanx.infer.answers import Answer
 from phalanx.infer.app import Limits
+from phalanx.infer.engine import Piece
 from phalanx.infer.options import Sampling, TokenScore
 from phalanx.infer.protocol import GenerationBody
 
@@ -73,6 +75,20 @@ def test_a_completion_whole_and_as_a_stream(client: Client) -> None:
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == 12
 
 
+def test_requests_of_a_model_with_experts_share_a_step(tmp_path: Path) -> None:
+    texts = ["Once", "upon a time", "there was", "a model of experts"]
+    with serving(published(tmp_path, of="olmoe")) as client:
+        status, whole = client.ask("/v1/completions", {"model": "hf", "prompt": texts, **GREEDY})
+        assert client.engine.counts.steps < 2 * 12
+    assert status == 200
+    _, theirs = twins("olmoe")
+    for text, choice in zip(texts, whole["choices"], strict=True):
+        ids = torch.tensor([[95, *(ord(letter) - 32 for letter in text)]])
+        tokens: Any = theirs.generate(ids, max_new_tokens=12, do_sample=False)  # pyright: ignore[reportCallIssue]
+        expected = "".join(chr(token + 32) for token in tokens[0, ids.shape[1] :] if token < 95)
+        assert choice["text"].replace(" ", "") == expected.replace(" ", "")
+
+
 def test_several_prompts_choices_tokens_and_logprobs(client: Client) -> None:
     body = {"prompt": ["Once", "upon a"], "n": 2, "seed": 3, "max_tokens": 6, "logprobs": 2}
     status, whole = client.ask("/v1/completions", body)
@@ -118,6 +134,27 @@ def test_a_character_of_several_tokens_counts_once() -> None:
     answer = Answer(served, 0, GenerationBody())
     found = answer.scores(0, tokens, [TokenScore(-1.0)] * 5)
     assert found["text_offset"] == [0, 1, 2, 2, 2]
+
+
+def test_only_the_last_event_says_what_ended_a_completion() -> None:
+    served: Any = SimpleNamespace(tokenizer=None, name="a")
+    # The engine may have finished before the first event is written.
+    ended: Any = SimpleNamespace(number=0, finish_reason="stop", stop_reason="x", prompt=[1])
+
+    async def pieces() -> AsyncGenerator[Piece]:
+        yield Piece(ended, "a", 1, None, None)
+        yield Piece(ended, "b", 2, None, "stop")
+
+    async def events() -> list[Any]:
+        body = GenerationBody(stream=True)
+        stream = Answer(served, None, body).stream(pieces(), [ended])
+        return [json.loads(each[6:]) async for each in stream if "DONE" not in each]
+
+    choices = [each["choices"][0] for each in asyncio.run(events())]
+    assert [(each["finish_reason"], each["stop_reason"]) for each in choices] == [
+        (None, None),
+        ("stop", "x"),
+    ]
 
 
 def test_what_asks_for_nothing_is_taken_as_openai_takes_it(client: Client) -> None:

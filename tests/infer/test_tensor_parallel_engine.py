@@ -229,6 +229,7 @@ def test_the_cache_takes_the_memory_of_each_gpu(monkeypatch: pytest.MonkeyPatch)
     ("strategy", "message"),
     [
         ("dp2", "strategy is dp2; generation splits a model only by tp"),
+        ("ep2", "strategy is ep2; generation splits a model only by tp"),
         ("tp4:2d", "the nearest are tp4 and tp4:megatron"),
         ("tp3", "3"),
         ("tpx", "tpx"),

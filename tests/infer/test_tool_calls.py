@@ -178,7 +178,7 @@ def test_a_forced_call_whole_and_as_a_stream(client: Client) -> None:
     named = {"tool_choice": {"type": "function", "function": {"name": "f"}}}
     required = {"tool_choice": "required", "parallel_tool_calls": False}
     for choice in (named, required):
-        body = {**CHAT, **choice}
+        body = {**CHAT, **choice, "return_token_ids": True}
         status, answer = client.ask("/v1/chat/completions", body)
         (whole,) = answer["choices"]
         assert status == 200 and whole["finish_reason"] == "tool_calls", answer
@@ -196,6 +196,12 @@ def test_a_forced_call_whole_and_as_a_stream(client: Client) -> None:
         text = "".join(each["function"]["arguments"] for each in parts)
         assert text == call["function"]["arguments"] and len(parts) > 2
         assert pieces[-1]["choices"][0]["finish_reason"] == "tool_calls"
+        ids = [id for each in pieces for id in each["choices"][0]["token_ids"]]
+        assert ids == whole["token_ids"]
+        assert [each["choices"][0].get("prompt_token_ids") for each in pieces] == [
+            answer["prompt_token_ids"],
+            *[None] * (len(pieces) - 1),
+        ]
     wrong = {"tool_choice": {"type": "function", "function": {"name": "h"}}}
     status, answer = client.ask("/v1/chat/completions", {**CHAT, **wrong})
     assert status == 400 and "the tools are f, g" in answer["error"]["message"]
@@ -222,3 +228,5 @@ def test_tools_and_their_answers_are_in_the_prompt(client: Client) -> None:
     assert nums[0] == len("[user]a")
     assert nums[1] - nums[0] == len("f as <tool_call>;g as <tool_call>;")
     assert nums[2] - nums[1] == len("[assistant]12345[tool]b")
+    for each, num in zip(({**body, "tool_choice": "none"}, body), nums, strict=False):
+        assert client.ask("/tokenize", each)[1]["count"] == num

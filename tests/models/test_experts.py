@@ -324,8 +324,8 @@ def test_experts_in_a_setting() -> None:
     changed = with_sizes(made, ShapeConfig(experts="top_k=4,aux_loss=0"))
     assert changed.experts == dataclasses.replace(made.experts, top_k=4, aux_loss=0)
     for wrong, message in (
-        ("num_experts=8,topk=2", "there is no 'topk' (did you mean 'top_k'?)"),
-        ("num_experts=8", "without ffn and top_k; expected at least three entries"),
+        ("num_experts=8,topk=2", "(did you mean 'top_k'?)"),
+        ("num_experts=8", "expected also top_k and ffn, without default"),
         ("num_experts=8,top_k=two,ffn=4", "experts: top_k is 'two'; expected a whole number"),
         ("num_experts=8,top_k=2,ffn=4,score=tanh", "score is 'tanh'; expected one of softmax"),
     ):

@@ -18,6 +18,8 @@ from phalanx.parallel.groups import (
     peak_gradient_bytes,
 )
 from phalanx.parallel.skeleton import skeleton_of
+from phalanx.parallel.split import Target
+from phalanx.strategy import Strategy
 
 TIED = ModelShape(
     vocab_size=67,
@@ -35,7 +37,7 @@ TIED = ModelShape(
 def decoder_groups(**sizes: object) -> list[Group]:
     with torch.device("meta"):
         model = Decoder(dataclasses.replace(TIED, **sizes))
-    groups = groups_of(skeleton_of(model), torch.bfloat16)
+    groups = groups_of(Target(Strategy(), skeleton_of(model), torch.bfloat16))
     shapes = [p.shape for g in groups for p in g.parameters]
     assert sorted(shapes) == sorted(tuple(p.shape) for p in model.parameters())
     for group in groups:
@@ -66,7 +68,7 @@ def test_groups_are_the_blocks_the_ends_and_the_rest(sizes: dict, expected: list
 
 def group(place: Place, num_elements: int) -> Group:
     parameters = (Parameter((num_elements,)),)
-    return Group(place, (place,), parameters, torch.float32, torch.float32, place != "block")
+    return Group(place, (place,), parameters, torch.float32, torch.float32, place != "block", 4)
 
 
 def sizes_of(**elements: int) -> list[Group]:
@@ -90,7 +92,7 @@ def test_the_most_that_is_gathered(
     embedding: int, head: int, rest: int, segment_size: int, most: int
 ) -> None:
     groups = sizes_of(embedding=embedding, head=head, rest=rest)
-    assert peak_gathered_bytes(groups, 4, segment_size) == 4 * most
+    assert peak_gathered_bytes(groups, segment_size) == 4 * most
 
 
 @pytest.mark.parametrize(
@@ -107,9 +109,9 @@ def test_the_most_of_gradients(
 ) -> None:
     """A group's one gradient is full until its share, a quarter of it, is there."""
     groups = sizes_of(embedding=embedding, head=head, rest=rest)
-    assert peak_gradient_bytes(groups, 4, "none") == 4 * first
-    assert peak_gradient_bytes(groups, 4, "shards") == 4 * shares
-    assert peak_gradient_bytes(groups, 4, "full") == 4 * full
+    assert peak_gradient_bytes(groups, "none") == 4 * first
+    assert peak_gradient_bytes(groups, "shards") == 4 * shares
+    assert peak_gradient_bytes(groups, "full") == 4 * full
 
 
 class Odd(nn.Module):
@@ -172,19 +174,20 @@ def test_what_cannot_be_gathered_is_refused(spoil, words: str) -> None:
     model = Odd()
     spoil(model)
     with pytest.raises(StrategyError, match=words):
-        groups_of(skeleton_of(model))
+        groups_of(Target(Strategy(), skeleton_of(model)))
 
 
 def test_a_narrower_frozen_weight_is_stored_and_gathered_in_its_own_type() -> None:
     model = Odd().requires_grad_(False)
     model.blocks.bfloat16()
     model.blocks[1].bias = nn.Parameter(model.blocks[1].bias.float())
-    first, second = groups_of(skeleton_of(model), torch.float32)[1:3]
-    assert first.parameter_bytes(2) == first.gathered_bytes(2) == 2 * 20
-    assert second.parameter_bytes(2) == second.gathered_bytes(2) == 2 * 16 + 4 * 4
-    assert second.shard_bytes(2) == 2 * 4
+    target = Target(Strategy.parse("fsdp2"), skeleton_of(model), torch.float32)
+    first, second = groups_of(target)[1:3]
+    assert first.parameter_bytes == first.gathered_bytes == 2 * 20
+    assert second.parameter_bytes == second.gathered_bytes == 2 * 16 + 4 * 4
+    assert second.shard_bytes == 2 * 4
 
 
 def test_a_list_of_modules_is_refused() -> None:
     with pytest.raises(StrategyError, match="is a ModuleList, which has no forward"):
-        groups_of(skeleton_of(Odd().blocks))
+        groups_of(Target(Strategy(), skeleton_of(Odd().blocks)))

@@ -55,7 +55,7 @@ SHAPE = ModelShape(
 
 def group(place: Place, *shapes: tuple[int, ...], is_kept: bool = True) -> Group:
     parameters = tuple(Parameter(shape) for shape in shapes)
-    return Group(place, (place,), parameters, torch.float32, torch.float32, is_kept)
+    return Group(place, (place,), parameters, torch.float32, torch.float32, is_kept, 4)
 
 
 # 4 blocks of 800 elements, and 400 elsewhere: P = 3,600 elements, 14,400 bytes.

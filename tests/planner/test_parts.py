@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from phalanx.account.parameters import BlockKind
 from phalanx.account.planned import decoder_step
 from phalanx.models.registry import shape_of
 from phalanx.parallel.plan import plan_decoder
@@ -35,7 +36,10 @@ def test_attention_of_a_ring_is_priced_with_it(monkeypatch: pytest.MonkeyPatch) 
     device, shape = cluster("this").device, shape_of("demo")
     ring_s, heads_s = (
         parts.part_seconds(
-            decoder_step(shape, Strategy.parse(text), 1024, 2, 1, "float32"), device, DEFAULT, None
+            decoder_step(shape, Strategy.parse(text), 1024, 2, 1, "float32"),
+            device,
+            DEFAULT,
+            BlockKind(None, False),
         ).attention
         for text in ("cp2", "cp2:ulysses")
     )
@@ -48,7 +52,10 @@ def test_a_ring_on_a_gpu_is_priced_in_plain_operators() -> None:
     device, shape = cluster("h100").device, shape_of("llama3-1b")
     ring, heads, fused = (
         parts.part_seconds(
-            decoder_step(shape, Strategy.parse(text), 8192, 1, 1), device, software(name), None
+            decoder_step(shape, Strategy.parse(text), 8192, 1, 1),
+            device,
+            software(name),
+            BlockKind(None, False),
         )
         for text, name in (
             ("cp4", "phalanx"),

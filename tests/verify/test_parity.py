@@ -20,7 +20,7 @@ from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.loss import IGNORE
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.verify.batches import decoder_batches, split
@@ -140,8 +140,37 @@ def test_llama_ties_dropout_odd_vocabulary(
     check_parity(subtests, pairs)
 
 
+@pytest.mark.parametrize(
+    "texts",
+    [
+        *jobs("fsdp2:zero1", "tp2:megatron"),
+        *jobs(
+            *("dp2", "fsdp2", "fsdp2:zero2", "fsdp2,recompute:full", "tp2", "pp2", "cp2", "fsdp3"),
+            *("dp2,fsdp2", "tp4:2d", "fsdp2,tp2", "dp2,cp2", "pp2,fsdp2", "dp2,fsdp3"),
+            *("fsdp2,cp2,tp2", "tp8:3d", "tp8:2.5d/2"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["match_rms_adamw", by_hand("original")])
+def test_muon(texts: Sequence[str], kind: Any, subtests: pytest.Subtests) -> None:
+    shape = dataclasses.replace(LLAMA, num_kv_heads=8)
+    optimizer = OptimizerConfig(
+        kind="muon", adjust_lr=kind, nesterov=kind == "original", matrix_lr=3e-2, warmup_steps=1
+    )
+    pairs: list[tuple[Case, Strategy]] = []
+    for strategy in map(Strategy.parse, texts):
+        case = case_of(shape, 2, 13, strategy.data_ranks)
+        pairs.append((dataclasses.replace(case, optimizer=optimizer), strategy))
+    check_parity(subtests, pairs)
+
+
 def split_over_ranks(case: Case, strategy: Strategy) -> list[Batch]:
     return [split(batch, 0, strategy.data_ranks, 1)[0] for batch in case.batches]
+
+
+def to_experts(entry: Entry) -> bool:
+    return (entry.axis, entry.op) == ("ep", "all_to_all")
 
 
 def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
@@ -150,7 +179,9 @@ def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
     sizes = [tuple(microbatch.tokens_BT.shape) for microbatch in microbatches]
     predicted = Plan(strategy, case.build()).traffic(sizes)
     of_the_loss = {"count", "metrics"}
-    assert {e for e in entries if e.phase not in of_the_loss} == set(predicted)
+    # The routing decides how many bytes travel to experts: tests/parallel/test_experts.py.
+    known = {e for e in entries if e.phase not in of_the_loss and not to_experts(e)}
+    assert known == {e for e in predicted if not to_experts(e)}
     # Two numbers of the loss law, 8 bytes each: tokens over every axis of different samples, and
     # the loss over those of other positions too.
     assert {(e.phase, e.axis, e.payload_bytes) for e in entries if e.phase in of_the_loss} == {
@@ -167,6 +198,34 @@ def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
 def test_gpt2_family_untied(texts: Sequence[str], subtests: pytest.Subtests) -> None:
     strategies = [Strategy.parse(text) for text in texts]
     check_parity(subtests, [(case_of(GPT2, 2, 9, s.data_ranks), s) for s in strategies])
+
+
+EXPERTS = dataclasses.replace(
+    LLAMA,
+    vocab_size=68,  # tp splits it
+    tied=False,
+    experts=ExpertShape(num_experts=4, top_k=2, ffn=12, shared_ffn=16),
+)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        *jobs("ep2", "fsdp2,ep2"),
+        *jobs(
+            *("ep4", "dp2,ep2", "fsdp2:zero1,ep2", "fsdp2:zero2,ep2", "cp2,ep2", "cp2:ulysses,ep2"),
+            *("pp2,ep2", "ep2,tp2", "ep2,tp2:megatron", "fsdp3,ep2", "fsdp3", "tp2"),
+            *("fsdp2,ep2,recompute:full", "fsdp2,ep2,recompute:selective", "ep2,recompute:sqrt"),
+            *("fsdp2,cp2,ep2", "dp2,fsdp2,ep2", "pp2,fsdp2,ep2", "fsdp2,ep2,tp2"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_experts(texts: Sequence[str], subtests: pytest.Subtests) -> None:
+    """fsdp3 splits the 2 experts of a rank along another dimension."""
+    strategies = [Strategy.parse(text) for text in texts]
+    pairs = [(case_of(EXPERTS, 2, 4 * s.data_ranks + 1, s.data_ranks), s) for s in strategies]
+    check_parity(subtests, pairs)
 
 
 # Four blocks: sqrt is segments of two, and the last segment of every/3 is short.

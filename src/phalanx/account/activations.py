@@ -129,7 +129,9 @@ def activations(
     }
     counted = [of_kind[kind] for kind in kinds]
     more = _busiest_rows(case, imbalance)
-    blocks = [each.block + more * kind.has_experts for kind, each in zip(kinds, counted, strict=True)]
+    blocks = [
+        each.block + more * kind.has_experts for kind, each in zip(kinds, counted, strict=True)
+    ]
     first, held, shares = counted[0], sum(blocks), blocks
     again = max(each.recompute for each in counted)
     block_at_work = max(each.block_at_work for each in counted)

@@ -300,8 +300,11 @@ def _run(
         args[0].register_hook(functools.partial(recorder.enter, "backward"))
 
     block.forward = MethodType(forward, block)
-    comm = CountingComm(case.strategy.mesh_axes(), device=case.device)
-    Plan(case.strategy, model, compute=compute).apply(comm)
+    strategy = case.strategy
+    if case.shape.experts is None:  # ep splits only blocks with experts
+        strategy = dataclasses.replace(strategy, ep=Strategy.ep)
+    comm = CountingComm(strategy.mesh_axes(), device=case.device)
+    Plan(strategy, model, compute=compute).apply(comm)
     model.norm.register_forward_pre_hook(enter_head)
     if weights is not None:
         weights |= {storage_id(_local(p)): _local(p) for p in model.parameters()}

@@ -11,11 +11,11 @@
 - A linear layer costs 2 x (weights of its matrix) a token forward. Tokens are all positions of the
   batch, padding included, because the hardware multiplies padding too.
 - Attention multiplies queries with keys and probabilities with values: 4 x head_dim for each head
-  and pair of positions, forward. In latent attention queries are wider than values:
-  2 x (plain_dim + rope_dim + value_dim); its projections down and up are linear layers. `full` counts all T x T pairs of a sequence, as PaLM does and as
-  an unmasked product executes. `causal` counts the pairs that the causal mask allows, T (T + 1) / 2
-  or fewer in a block with a window, as a fused kernel that skips masked pairs executes.
-  Document masks are not subtracted.
+  and pair of positions, forward. In latent attention queries are wider than values: it is
+  2 x (plain_dim + rope_dim + value_dim), and projections down and up are linear layers. `full`
+  counts all T x T pairs of a sequence, as PaLM does and as an unmasked product executes. `causal`
+  counts the pairs that the causal mask allows, T (T + 1) / 2 or fewer in a block with a window, as
+  a fused kernel that skips masked pairs executes. Document masks are not subtracted.
 - Grouped-query attention shares keys and values, not products: query heads count.
 - Backward is exactly twice forward: one product for the input gradient, one for the weight gradient
   (in attention, one for each operand). The first layer counts in full, because its input is a
@@ -128,7 +128,9 @@ def step_flops(
             - product_flops(_of_sequence(shape, kind, seq_len, "full").recompute)
             for kind in once
         }
-        ends = [min(at + segment_size, len(blocks)) - 1 for at in range(0, len(blocks), segment_size)]
+        ends = [
+            min(at + segment_size, len(blocks)) - 1 for at in range(0, len(blocks), segment_size)
+        ]
         again = of_blocks - sum(left[blocks[end]] for end in ends)
         recomputed = num_sequences * again + all_attention
     linear, frozen = num_sequences * (of_blocks + head), 0

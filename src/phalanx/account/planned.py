@@ -23,7 +23,7 @@ PURE, PURE_BYTES = "pure-bfloat16", 8
 """A precision that `train` does not support, and its bytes per parameter: all four in 16 bits."""
 
 IMBALANCE: Final = 1.0
-"""Rows of the busiest rank of ep / the mean, unless a run has measured them: tokens are balanced."""
+"""Rows of the busiest rank of ep / the mean, unless a run has measured it: balanced tokens."""
 
 
 class InFlight(NamedTuple):

@@ -206,7 +206,9 @@ def least_bytes(step: PlannedStep[Any]) -> float:
     """
     strategy = step.strategy
     ranks = strategy.tp.degree * strategy.pp.degree
-    experts = num_parameters(step.model.shape).experts / ranks if step.model.shape.lora is None else 0
+    experts = (
+        num_parameters(step.model.shape).experts / ranks if step.model.shape.lora is None else 0
+    )
     split = step.model.num_trained / ranks - experts
     shard = split / strategy.num_shards + experts / strategy.num_expert_shards
     split += experts / strategy.ep.degree

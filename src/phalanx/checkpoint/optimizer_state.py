@@ -43,6 +43,14 @@ class CombinedOptimizer:
 
 AnyOptimizer = torch.optim.Optimizer | CombinedOptimizer
 
+AT_OWNERS: Final = "keeps its state at the owners of whole matrices, where no checkpoint reads it"
+"""Of an optimizer with the attribute `state_at_owners`, which `script.optimizer.AtOwners` sets."""
+
+
+def parts_of(optimizer: AnyOptimizer) -> Sequence[torch.optim.Optimizer]:
+    """Return the optimizers that one combines, or the optimizer itself."""
+    return optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+
 
 def check_state_keys(
     moments: Mapping[str, torch.Tensor],
@@ -55,8 +63,7 @@ def check_state_keys(
         name, key = parameter_and_key(stored_name)
         found.setdefault(name, set()).add(key)
     names = {parameter: name for name, parameter in trained.items()}
-    parts = optimizer.parts if isinstance(optimizer, CombinedOptimizer) else [optimizer]
-    for part, group in [(each, group) for each in parts for group in each.param_groups]:
+    for part, group in [(p, group) for p in parts_of(optimizer) for group in p.param_groups]:
         if (kept := dry_state(part, group)) is None:
             continue
         keys = {key for key, value in kept.items() if value is not None}

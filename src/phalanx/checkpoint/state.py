@@ -11,7 +11,7 @@ full tensor under one name. A tied parameter is saved once, under the first of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,14 @@ from phalanx.checkpoint.frozen import check_frozen
 from phalanx.checkpoint.index import Index
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.optimizer_state import (
+    AT_OWNERS,
+    DRY_SHAPE,
     AnyOptimizer,
     check_state_keys,
     check_values,
+    dry_state,
     parameter_and_key,
+    parts_of,
 )
 from phalanx.checkpoint.registered import is_extra_state
 from phalanx.checkpoint.sharding import ShardedAxis, Sharding, sharding_of
@@ -42,8 +46,8 @@ from phalanx.comm.together import all_or_none, first_object, gather_objects, on_
 from phalanx.errors import CheckpointError
 from phalanx.parallel.reduce import is_fused
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Keys of Adam's state of each parameter, in addition to its step count."""
+ADAM = ("exp_avg", "exp_avg_sq")
+"""Moments of an optimizer that cannot step a dummy parameter."""
 
 
 class LocalShard(NamedTuple):
@@ -78,7 +82,7 @@ def local_shards(
 
 
 def local_shards_with_moments(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, LocalShard]:
-    """Return `local_shards` with an entry for each moment of Adam that does not exist yet.
+    """Return `local_shards` with an entry for each moment that the first step will make.
 
     The parameter itself, which has the same size, stands in for the missing moment. Frozen weights,
     which a checkpoint leaves out unless they change, have no entry.
@@ -87,8 +91,14 @@ def local_shards_with_moments(model: nn.Module, optimizer: AnyOptimizer) -> dict
     for name, tensor in weights_of(model).items():
         if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
             del held[f"model.{name}"]
+    kept: dict[torch.Tensor, Sequence[str]] = {}
+    for part, group in [(p, group) for p in parts_of(optimizer) for group in p.param_groups]:
+        state = dry_state(part, group)
+        values = {} if state is None else {k: getattr(v, "shape", None) for k, v in state.items()}
+        keys = [key for key, shape in values.items() if shape == DRY_SHAPE]
+        kept |= dict.fromkeys(group["params"], ADAM if state is None else keys)
     for name, parameter in _trained(weights_of(model), optimizer).items():
-        for key in MOMENTS:
+        for key in kept[parameter]:
             held.setdefault(f"optimizer.{name}.{key}", _held(parameter))
         steps = torch.zeros((), dtype=torch.float32)
         held.setdefault(f"optimizer.{name}.step", LocalShard(sharding_of(steps), steps))
@@ -112,8 +122,11 @@ def state_of(model: nn.Module, optimizer: AnyOptimizer) -> dict[str, torch.Tenso
 
     Raises:
         CheckpointError: optimizer state is not a tensor, or is neither 0-d nor of the parameter's
-            shape; or the optimizer updates a parameter that is not in the model.
+            shape, or is at owners; or the optimizer updates a parameter that is not in the model.
     """
+    for part in parts_of(optimizer):
+        if getattr(part, "state_at_owners", False):
+            raise CheckpointError(f"the {type(part).__name__} {AT_OWNERS}")
     weights = weights_of(model)
     state = {f"model.{name}": tensor for name, tensor in weights.items()}
     for name, parameter in _trained(weights, optimizer).items():

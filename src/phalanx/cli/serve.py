@@ -25,7 +25,6 @@ from phalanx.config.command_line import read_words
 from phalanx.config.fields import Positional, Range, check_values
 from phalanx.errors import ConfigError, Interrupted
 from phalanx.infer.options import EngineConfig
-from phalanx.infer.request_fields import FIELDS
 from phalanx.launch.rank_env import is_under_torchrun, read_rank_env
 from phalanx.object_store import path_of
 from phalanx.report.tabular import Table
@@ -98,10 +97,15 @@ def run(argv: list[str]) -> int:
         Interrupted: a signal has ended the server.
     """
     config = _read(argv)
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        raise ConfigError(
+            f"serve needs {', '.join(missing)}, which is not installed: "
+            "pip install 'phalanx-train[serve]'"
+        )
     if config.fields:
-        columns = ("field", "of", "values", "outcome", "")
-        rows = [(row.field, row.where, row.values, row.outcome, row.about) for row in FIELDS]
-        Terminal().show(Table("", columns, rows))
+        from phalanx.infer.protocol import described_fields
+
+        Terminal().show(Table("", ("field", "of", "", ""), described_fields()))
         return 0
     if config.run is None:
         raise ConfigError("RUN is missing; expected: phalanx serve RUN")
@@ -124,11 +128,6 @@ def run(argv: list[str]) -> int:
                 f"ssl_certfile {config.ssl_certfile} and ssl_keyfile {config.ssl_keyfile} are no "
                 f"certificate and its key: {error}"
             ) from None
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise ConfigError(
-            f"serve needs {', '.join(missing)}, which is not installed: "
-            "pip install 'phalanx-train[serve]'"
-        )
     # The port is held from before the model is loaded; under torchrun the first rank serves.
     is_first = not is_under_torchrun() or read_rank_env().rank == 0
     with _listener(config) if is_first else nullcontext() as listener:

@@ -14,7 +14,7 @@ from phalanx.config import TrainConfig
 from phalanx.config.fields import Use, check_values, settings, value_at
 from phalanx.config.help import show_config
 from phalanx.config.load import Loaded, load_config
-from phalanx.config.validate import check_warmup
+from phalanx.config.validate import check_kind, check_warmup
 from phalanx.data.addresses import check_data
 from phalanx.errors import ConfigError
 from phalanx.models.registry import shape_of
@@ -116,6 +116,7 @@ def _checked(config: AnyConfig) -> Strategy:
             "several hosts; start them on one host, or leave --train out"
         )
     strategy = choose_strategy(TrainConfig(strategy=config.strategy, device=config.device))[0]
+    check_kind(config.optimizer, strategy)
     if isinstance(config, VerifyConfig):
         from phalanx.verify.cases import check_sizes
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from typing_extensions import override
 
 from phalanx.comm.axes import axes_of, flattened
@@ -38,7 +38,7 @@ from phalanx.comm.fork import refuse_in_fork
 from phalanx.comm.meshes import job_mesh
 from phalanx.comm.pending import Pending
 from phalanx.comm.ranges import named
-from phalanx.comm.row_counts import RowCounts
+from phalanx.comm.row_counts import RowCounts, note
 from phalanx.comm.transfer import CommEngine
 from phalanx.strategy import Strategy, check_ranks
 
@@ -48,6 +48,14 @@ Reduction = Literal["sum", "max", "min"]
 def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def fill_shard(tensor: Tensor, whole: Tensor) -> None:
+    """Copy a whole tensor, which all ranks have, into a tensor; of a DTensor into the own shard."""
+    if isinstance(tensor, DTensor):
+        how = (tensor.device_mesh, tensor.placements)
+        whole = distribute_tensor(whole.to(tensor.device), *how, src_data_rank=None)
+    local_shard(tensor.detach()).copy_(local_shard(whole))
 
 
 class Comm(ABC):
@@ -130,6 +138,11 @@ class Comm(ABC):
         if len(self.axes) > 1:
             names.setdefault(tuple(range(math.prod(self.axes.values()))), "_".join(self.axes))
         return names
+
+    @property
+    def model_mesh(self) -> DeviceMesh:
+        """The mesh over which tensors are split: the ranks of this rank's pipeline stage."""
+        raise AssertionError(f"{type(self).__name__} has no mesh")
 
     @property
     def is_compared(self) -> bool:
@@ -221,7 +234,7 @@ class Comm(ABC):
         """
         del num_rows
         counts_NG = self.all_gather(counts_G[None], axis, 0)
-        return RowCounts(tuple(map(tuple, counts_NG.tolist())))
+        return note(RowCounts(tuple(map(tuple, counts_NG.tolist()))))
 
     def exchange_rows(self, rows: Tensor, axis: str, counts: RowCounts) -> Tensor:
         """Send each rank its rows, and return the received rows; both are sorted by rank.
@@ -387,8 +400,8 @@ class Ranks(Comm):
         self._one_way = self._job.one_way
 
     @property
+    @override
     def model_mesh(self) -> DeviceMesh:
-        """The mesh over which tensors are split: the ranks of this rank's pipeline stage."""
         return self._job.stage_mesh
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from phalanx.comm.comm import Comm
@@ -38,6 +40,14 @@ class CountingComm(Comm, Phases):
     def entries(self) -> list[Entry]:
         """Return one entry per phase, axis and op, in the order of their first calls."""
         return self._tally.entries()
+
+    @property
+    @override
+    def model_mesh(self) -> DeviceMesh:
+        """A mesh of all axes without process groups."""
+        sizes, names = tuple(self.axes.values()), tuple(self.axes)
+        ranks = torch.arange(math.prod(sizes)).view(sizes)
+        return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=self.rank)
 
     @override
     def gather_counts(self, counts_G: Tensor, axis: str, num_rows: int) -> RowCounts:

@@ -13,8 +13,13 @@ peer, and the transposed matrix has the sizes of the way back.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Final
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -60,3 +65,30 @@ class RowCounts:
         """Return the counts of ranks that each spread `num_rows` rows evenly over the groups."""
         each, left = divmod(num_rows, num_groups)
         return RowCounts((tuple(each + (at < left) for at in range(num_groups)),) * num_ranks)
+
+
+_NOTED: Final[ContextVar[list[RowCounts] | None]] = ContextVar("noted counts", default=None)
+
+
+@contextmanager
+def noted() -> Generator[list[RowCounts]]:
+    """Yield a list to which `Comm.gather_counts` adds the counts of each call inside the block.
+
+    Only calls count that a backward follows, and not those of recomputation.
+    """
+    counts = list[RowCounts]()
+    token = _NOTED.set(counts)
+    try:
+        yield counts
+    finally:
+        _NOTED.reset(token)
+
+
+def note(counts: RowCounts) -> RowCounts:
+    """Add `counts` to the list of `noted`, if any, and return them."""
+    # Private: -1 outside of backward; tests/comm/test_row_counts.py pins it.
+    is_recomputed = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+    seen = _NOTED.get()
+    if seen is not None and torch.is_grad_enabled() and not is_recomputed:
+        seen.append(counts)
+    return counts

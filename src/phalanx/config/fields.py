@@ -179,11 +179,12 @@ class Parts:
     """Setting that has such texts, for messages."""
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """Return the value of a text, with the defaults of the fields that it leaves out.
+    def parse(cls, text: str, preset: Self | None = None) -> Self:
+        """Return the value of a text; `preset` or defaults have the fields that it leaves out.
 
         Raises:
-            ConfigError: a part is not NAME=VALUE with a known name and a legal value.
+            ConfigError: a part is not NAME=VALUE with a known name and a legal value, or there is
+                none for a field without a default.
         """
         known = {setting.key: setting for setting in settings(cls)}
         values: dict[str, Any] = {}
@@ -201,6 +202,12 @@ class Parts:
                 check_value(known[name], values[name])
             except ConfigError as error:
                 raise ConfigError(f"{cls.KEY}: {error}") from None
+        values = ({} if preset is None else vars(preset)) | values
+        needed = [f.name for f in fields(cast(Any, cls)) if f.default is dataclasses.MISSING]
+        if missing := [name for name in needed if name not in values]:
+            raise ConfigError(
+                f"{cls.KEY} is {text!r}; expected also {' and '.join(missing)}, without default"
+            )
         return cls(**values)
 
 

@@ -93,6 +93,16 @@ def check_warmup(optimizer: OptimizerConfig, num_steps: int) -> None:
         )
 
 
+def check_kind(optimizer: OptimizerConfig, strategy: Strategy) -> None:
+    """Raise ConfigError for Muon with parameter servers, each of which has a part of a matrix."""
+    if strategy.is_served and optimizer.kind == "muon":
+        raise ConfigError(
+            f"optimizer.kind is muon, but the servers of {strategy} update parts of matrices, and "
+            "Muon needs whole ones; leave optimizer.kind out, or use "
+            f"dp{strategy.dp.degree}"
+        )
+
+
 @dataclass(frozen=True)
 class BatchPlan:
     """Batch sizes that satisfy global_size = microbatch x accumulation x num_data_ranks."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final, cast
 
 import torch
@@ -56,20 +56,16 @@ class Rows(dict[str, Any]):
         total: rows of the whole batch.
     """
 
-    own = range(0)
-    total = 0
-
-    @classmethod
-    def of(cls, batch: Mapping[str, Any], own: range, total: int) -> Rows:
-        """Return `batch` with its positions."""
-        rows = cls(batch)
-        rows.own, rows.total = own, total
-        return rows
+    def __init__(
+        self, batch: Mapping[str, Any] = MappingProxyType({}), own: range = range(0), total: int = 0
+    ) -> None:
+        super().__init__(batch)
+        self.own, self.total = own, total
 
     def to(self, device: Any, non_blocking: bool = False) -> Rows:
         """Return the rows on a device; accelerate moves batches by this method."""
         moved = map_tensors(dict(self), lambda t: t.to(device, non_blocking=non_blocking))
-        return Rows.of(moved, self.own, self.total)
+        return Rows(moved, self.own, self.total)
 
 
 class Deal:
@@ -87,7 +83,7 @@ class Deal:
                 f"the data collator returns a {type(batch).__name__}; expected a dict of tensors"
             )
         (own,) = shard_rows(range(len(samples)), self._rank, self._num_ranks, 1)
-        return Rows.of(cast("Mapping[str, Any]", batch), own, len(samples))
+        return Rows(cast("Mapping[str, Any]", batch), own, len(samples))
 
 
 class TrainerReading(Reading):
@@ -122,49 +118,32 @@ class RankAccelerator(Accelerator):
         share: weight of the loss of `rows` in a sum over the ranks, and count that divides the sum
             if it is added up in the same way; `WHOLE` if the loss is of the whole batch.
         loss: latest loss that was passed to `backward`, of the whole batch.
+        trained: the trainer's model, once it is split.
     """
 
     run: Run
     rows: Rows
     share: tuple[Any, Any]
     loss: Tensor
-    _new_run: Callable[[], Run]
-    _model_of: Callable[[], Any]
+    _trainer: Any
 
     @classmethod
-    def adopt(
-        cls,
-        accelerator: Accelerator,
-        run: Run,
-        new_run: Callable[[], Run],
-        model_of: Callable[[], Any],
-    ) -> RankAccelerator:
-        """Make a trainer's accelerator one of this class.
-
-        `new_run` returns another run of the job, for a second model; `model_of` returns the model
-        that the trainer trains.
-        """
-        accelerator.__class__ = cls
-        own = cast("RankAccelerator", accelerator)
+    def adopt(cls, trainer: Any, run: Run) -> None:
+        """Make the accelerator of a `RankTrainer` one of this class."""
+        own = trainer.accelerator
+        own.__class__ = cls
         own.dataloader_config.dispatch_batches = False  # the first rank would read for the others
-        own._new_run, own._model_of = new_run, model_of
-        own.rows, own.share = Rows(), WHOLE
+        own._trainer, own.rows, own.share = trainer, Rows(), WHOLE
         own._begin(run)
-        return own
 
     def _begin(self, run: Run) -> None:
-        self.run, self._trained = run, cast("nn.Module | None", None)
+        self.run, self.trained = run, cast("nn.Module | None", None)
         run._prepared.reading = TrainerReading(self)  # pyright: ignore[reportPrivateUsage]
 
     @property
     def num_data_ranks(self) -> int:
         """Number of ranks that share the rows of a batch."""
         return self.run.comm.size("data")
-
-    @property
-    def is_split(self) -> bool:
-        """Whether the trainer's model is split."""
-        return self._trained is not None
 
     # Models, optimizers and data.
 
@@ -186,7 +165,7 @@ class RankAccelerator(Accelerator):
         if not evaluation_mode:  # `prepare` splits it with its optimizer
             return prepared
         strategy = self.run.strategy
-        if model is self._model_of():
+        if model is self._trainer.model:
             self._split([model], [])
         elif strategy.fsdp.degree * strategy.tp.degree > 1:  # such as the reference model of DPO
             model.requires_grad_(False)
@@ -195,13 +174,13 @@ class RankAccelerator(Accelerator):
         return prepared
 
     def _split(self, models: list[nn.Module], optimizers: list[Any]) -> None:
-        new = [model for model in models if model is not self._trained]
-        if new and self._trained is not None:  # a trial of a search trains another model
-            self._begin(self._new_run())
+        new = [model for model in models if model is not self.trained]
+        if new and self.trained is not None:  # a trial of a search trains another model
+            self._begin(self._trainer.new_run())
         if new or optimizers:
             with _original_names(*new):
                 self.run.prepare(*new, *optimizers, roles=self._roles(new[0]) if new else None)
-            self._trained = new[0] if new else self._trained
+            self.trained = new[0] if new else self.trained
 
     def _roles(self, model: nn.Module) -> dict[str, str] | None:
         """Return tp's role of the head if TRL has replaced the forward; None: the built-in ones.
@@ -316,7 +295,7 @@ class RankAccelerator(Accelerator):
 
     @override
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
-        if model is self._trained:
+        if model is self.trained:
             return self.run.state_dict()
         return super().get_state_dict(model, unwrap)
 

@@ -23,13 +23,13 @@ from typing import Any, Final, cast
 import torch
 import transformers
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 from transformers.trainer import Trainer as PlainTrainer
 from typing_extensions import override
 
 import phalanx
-from phalanx.comm.comm import local_shard
+from phalanx.comm.comm import fill_shard
 from phalanx.comm.together import barrier
 from phalanx.data.rows import map_tensors
 from phalanx.errors import ConfigError, ScriptError
@@ -110,7 +110,7 @@ class RankTrainer(PlainTrainer):
             )
         if is_under_torchrun():
             leave_at_end()  # TrainingArguments may have joined the job
-        run = self._new_run()
+        run = self.new_run()
         if run.strategy.tp.degree > 1 and self.args.gradient_checkpointing:
             raise ConfigError(
                 f"phalanx.hf: gradient_checkpointing is True under '{run.strategy}'; a block that "
@@ -119,13 +119,11 @@ class RankTrainer(PlainTrainer):
             )
         appear_alone(run)
         super().create_accelerator_and_postprocess()
-        RankAccelerator.adopt(self.accelerator, run, self._new_run, self._trained_model)
+        RankAccelerator.adopt(self, run)
         self.gather_function = self.accelerator.gather_for_metrics
 
-    def _trained_model(self) -> Any:
-        return self.model
-
-    def _new_run(self) -> Run:
+    def new_run(self) -> Run:
+        """Join the job as a run that trains a model."""
         args = self.args
         return phalanx.init(
             self._strategy,
@@ -215,8 +213,14 @@ class RankTrainer(PlainTrainer):
     def _is_sum(self, model: Any, rows: Rows, num_items: Any) -> bool:
         """Return whether the loss is a sum that is divided by `num_items`; all ranks call this."""
         stated = getattr(self, "loss_is_scaled_for_ga", None)
-        if stated is None:
-            self._refuse_unknown_loss()
+        owner = next(c for c in type(self).__mro__ if "compute_loss" in vars(c))
+        is_known = owner.__module__.partition(".")[0] in ("transformers", "trl")
+        if stated is None and not is_known and self.ranks.num_data_ranks > 1:
+            raise ScriptError(
+                f"{owner.__name__}.compute_loss returns a loss of this rank's rows; set "
+                "loss_is_scaled_for_ga = False in the class if it is their mean, or True if it is "
+                "their sum divided by num_items_in_batch"
+            )
         if stated is not None or not self.model_accepts_loss_kwargs or self.label_smoother:
             return bool(self.model_accepts_loss_kwargs if stated is None else stated)
         if self._divides_by_items is None:
@@ -239,17 +243,6 @@ class RankTrainer(PlainTrainer):
         model.train(was_training)
         return bool(sums[1] < 0.75 * sums[0])
 
-    def _refuse_unknown_loss(self) -> None:
-        """Refuse a loss of own rows of which it is unknown whether it is a sum or a mean."""
-        owner = next(c for c in type(self).__mro__ if "compute_loss" in vars(c))
-        is_known = owner.__module__.partition(".")[0] in ("transformers", "trl")
-        if self.ranks.num_data_ranks > 1 and not is_known:
-            raise ScriptError(
-                f"{owner.__name__}.compute_loss returns a loss of this rank's rows; set "
-                "loss_is_scaled_for_ga = False in the class if it is their mean, or True if it is "
-                "their sum divided by num_items_in_batch"
-            )
-
     @override
     def _has_mixed_mesh_grads(self, model: Any) -> bool:
         return False  # so that accelerator.clip_grad_norm_ is called
@@ -267,9 +260,8 @@ class RankTrainer(PlainTrainer):
 
     @override
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        run = self.ranks.run
-        if state_dict is None and self.ranks.is_split:
-            state_dict = run.state_dict()
+        if state_dict is None and self.ranks.trained is not None:
+            state_dict = self.ranks.run.state_dict()
         super()._save(output_dir, state_dict)
         barrier()  # other ranks look for the folder of the best model
 
@@ -332,12 +324,7 @@ def _loads_whole(model: Any) -> Generator[None]:
     def load(state: Mapping[str, Tensor], *_: Any, **__: Any) -> Any:
         own: dict[str, Any] = type(model).state_dict(model, keep_vars=True)
         for name in own.keys() & state.keys():
-            whole, shard = state[name].to(own[name].device), own[name].detach()
-            if isinstance(shard, DTensor):
-                whole = distribute_tensor(
-                    whole, shard.device_mesh, shard.placements, src_data_rank=None
-                )
-            local_shard(shard).copy_(local_shard(whole))
+            fill_shard(own[name], state[name])
         keys = [*(own.keys() - state.keys())], [*(state.keys() - own.keys())]
         return cast(Any, torch_module)._IncompatibleKeys(*keys)
 

@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 from phalanx.checkpoint.untrusted import brief
 from phalanx.errors import ConfigError, NotDivisible, nearest
 from phalanx.hugging_face.families import FAMILIES, Family, family_of
-from phalanx.models.shape import ExpertShape, ModelShape
+from phalanx.models.shape import ExpertShape, LatentShape, ModelShape
 
 CONFIG: Final = "config.json"
 
@@ -87,6 +87,8 @@ def config_to_hf(
         **of.constants,
         **_windows_to_hf(shape, name),
         **_experts_to_hf(shape, of),
+        **{theirs: getattr(shape.latent, ours) for theirs, ours in of.latent_entries.items()},
+        **({"num_nextn_predict_layers": 0} if of.latent_entries else {}),
     }
     if shape.position == "learned":
         return {
@@ -136,6 +138,15 @@ def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
     values: dict[str, Any] = {**derived, **sizes, **family.parts}
     values |= _windows(config, name, sizes["num_layers"])
     values["experts"] = _experts(config, family, sizes["num_layers"])
+    if family.latent_entries:
+        _require(config, "rope_interleave", True, absent=True)
+        of_latent: dict[str, Any] = {"query_rank": None} | {
+            ours: _whole(config, theirs, most=MAX_SIZE)
+            for theirs, ours in family.latent_entries.items()
+            if ours != "query_rank" or _need(config, theirs) is not None
+        }
+        values["latent"] = LatentShape(**of_latent)
+        values["head_dim"] = values["latent"].plain_dim + values["latent"].rope_dim
     if name == "gemma3_text":
         _require(config, "query_pre_attn_scalar", values["head_dim"], absent=256)
         # Both thetas, from the dicts per block kind (transformers 5) or the older entries.
@@ -154,7 +165,10 @@ def shape_from_hf(config: Mapping[str, Any]) -> ModelShape:
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         values["rope_theta"], values["rope_scaling"] = _rope(rope, config, family)
     tied = _flag(config, "tie_word_embeddings", family.is_tied)
-    return ModelShape(**values, norm_eps=_number(config, family.norm_eps), tied=tied)
+    norm_eps = _number(config, family.norm_eps)
+    if (needed := values.pop("norm_eps", norm_eps)) != norm_eps:
+        raise ConfigError(f"{family.norm_eps} is {norm_eps}; only {needed} is supported")
+    return ModelShape(**values, norm_eps=norm_eps, tied=tied)
 
 
 _NUM_EXPERTS: Final = ("num_experts", "num_local_experts")
@@ -168,6 +182,8 @@ def _experts_to_hf(shape: ModelShape, family: Family) -> dict[str, Any]:
     values = {theirs: getattr(experts, ours) for theirs, ours in family.expert_entries.items()}
     if "mlp_only_layers" in values:
         values["mlp_only_layers"] = list(range(experts.first_dense))
+    if "n_shared_experts" in values:  # as many experts of one size as the shared one is wide
+        values["n_shared_experts"] = experts.shared_ffn // experts.ffn
     if experts.aux_loss and experts.pools_layers:
         return {**values, "output_router_logits": True, "router_aux_loss_coef": experts.aux_loss}
     return {**values, "output_router_logits": False}
@@ -181,6 +197,12 @@ def _experts(config: Mapping[str, Any], family: Family, num_layers: int) -> Expe
     for theirs, ours in family.expert_entries.items():
         if ours == "renormalizes":
             values[ours] = _flag(config, theirs)
+        elif theirs == "n_shared_experts":
+            values[ours] = values["ffn"] * _whole(config, theirs, most=MAX_SIZE)
+        elif ours == "scaling":
+            values[ours] = _number(config, theirs)
+        elif theirs == "first_k_dense_replace":
+            values[ours] = _whole(config, theirs, least=0, most=num_layers - 1)
         elif ours == "first_dense":
             dense: Any = config.get(theirs) or []
             if not isinstance(dense, list) or dense != [*range(min(len(dense), num_layers - 1))]:

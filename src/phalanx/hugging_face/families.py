@@ -34,6 +34,7 @@ class Family:
         expert_entries: config.json entry -> `ExpertShape` field; empty for a type without experts.
         expert_parts: `ExpertShape` field -> value that all models of this type have; other fields
             that change the output have their defaults.
+        latent_entries: config.json entry -> `LatentShape` field; empty without latent attention.
     """
 
     architecture: str
@@ -49,6 +50,7 @@ class Family:
     is_tied: bool = False
     expert_entries: Mapping[str, str] = field(default_factory=dict[str, str])
     expert_parts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    latent_entries: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 _LLAMA_PARTS: Final[Mapping[str, Any]] = {
@@ -204,6 +206,34 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
                 "norm_topk_prob": "renormalizes",
             },
         ),
+        "deepseek_v3": replace(
+            _LLAMA,
+            architecture="DeepseekV3ForCausalLM",
+            # The latent vectors' norms have the epsilon 1e-6, whatever config.json says.
+            parts={**_LLAMA_PARTS, "norm_eps": 1e-6, "rope_scaling": None},
+            sizes={n: ours for n, ours in _LLAMA.sizes.items() if n != "head_dim"},
+            optional=("num_key_value_heads",),
+            rope_types=("default",),
+            expert_entries={
+                "n_routed_experts": "num_experts",
+                "num_experts_per_tok": "top_k",
+                "moe_intermediate_size": "ffn",
+                "first_k_dense_replace": "first_dense",
+                "n_shared_experts": "shared_ffn",
+                "n_group": "num_groups",
+                "topk_group": "top_groups",
+                "norm_topk_prob": "renormalizes",
+                "routed_scaling_factor": "scaling",
+            },
+            expert_parts={"score": "sigmoid", "group_score": "top2", "has_bias": True},
+            latent_entries={
+                "q_lora_rank": "query_rank",
+                "kv_lora_rank": "kv_rank",
+                "qk_nope_head_dim": "plain_dim",
+                "qk_rope_head_dim": "rope_dim",
+                "v_head_dim": "value_dim",
+            },
+        ),
     }
 )
 """Supported model types; if several compute a shape, the first is written by default."""
@@ -224,6 +254,8 @@ def families_of(shape: ModelShape) -> list[str]:
         if bool(family.expert_entries) != (shape.experts is not None):
             continue
         values: dict[str, Any] = {**family.parts, "latent": None}
+        if family.latent_entries and shape.latent is not None:
+            del values["latent"]
         if family.windows == "none":
             values["window"] = None
         if family.windows != "layers":

@@ -5,8 +5,8 @@ theirs, and may be transposed (GPT-2's Conv1D is [in, out]) or stacked (GPT-2's 
 qkv_proj contain q, k and v). Experts of a block are one tensor of ours and, in files of released
 models, a tensor an expert of theirs; transformers 5 has them in memory as two stacked tensors. The
 RoPE layout is the same: both rotate the pair (x_i, x_{i + K/2})
-of a head, so the rows of q and k are not permuted. A tied output projection is omitted, as in
-`save_pretrained`.
+of a head, so the rows of q and k are not permuted; but DeepSeek-V3 rotates (x_2i, x_{2i+1}). A tied
+output projection is omitted, as in `save_pretrained`.
 
 This module does not need the transformers package.
 """
@@ -87,8 +87,23 @@ _MOE_BLOCK = {
     "mlp.shared.down": "mlp.shared_expert.down_proj",
     "mlp.shared_gate": "mlp.shared_expert_gate",
 }
+_DEEPSEEK3_BLOCK = {
+    **{ours: t for ours, t in _LLAMA_BLOCK.items() if ours not in ("attention.k", "attention.v")},
+    "attention.q_down": "self_attn.q_a_proj",
+    "attention.q_latent_norm": "self_attn.q_a_layernorm",
+    "attention.kv_down": "self_attn.kv_a_proj_with_mqa",
+    "attention.kv_latent_norm": "self_attn.kv_a_layernorm",
+    "attention.kv": "self_attn.kv_b_proj",
+    **{ours: t for ours, t in _MOE_BLOCK.items() if ".experts." in ours},
+    "mlp.router.weight": "mlp.gate.weight",
+    "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+}
 _BLOCKS: Final = MappingProxyType(
     {
+        "deepseek_v3": _DEEPSEEK3_BLOCK,
         "mixtral": _MIXTRAL_BLOCK,
         **dict.fromkeys(("qwen3_moe", "qwen2_moe", "olmoe"), _MOE_BLOCK),
         "qwen3": _QWEN3_BLOCK,
@@ -116,7 +131,8 @@ class TheirTensor:
 
     Several tensors of ours are stacked along the output dimension; `rows` is the number of rows of
     each. A transposed tensor is stored as [in, out], ours as [out, in]. If `expert` is not None,
-    theirs is of one expert, and ours have all.
+    theirs is of one expert, and ours have all. If `turned` is (K, E), the last E rows of each head
+    of K rows are rotated in pairs of neighbours in theirs, of the two halves in ours.
     """
 
     theirs: str
@@ -124,6 +140,7 @@ class TheirTensor:
     rows: tuple[int, ...]
     is_transposed: bool = False
     expert: int | None = None
+    turned: tuple[int, int] | None = None
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return their tensor from our tensors, in the order of `ours`; a view of a single one."""
@@ -132,6 +149,7 @@ class TheirTensor:
         # in memory:  gate, up [8, 14336, 4096] -> cat: experts.gate_up_proj [8, 28672, 4096]
         parts = [each if self.expert is None else each[self.expert] for each in tensors]
         stacked = torch.cat(parts, max(-2, -parts[0].ndim)) if len(parts) > 1 else parts[0]
+        stacked = stacked if self.turned is None else self._paired(stacked, 2)
         return stacked.T if self.is_transposed else stacked
 
     def join_sizes(self, sizes: Mapping[str, torch.Size]) -> torch.Size:
@@ -141,7 +159,19 @@ class TheirTensor:
     def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """Split their tensor into our tensors, as views, or into an expert's part of each."""
         stacked = tensor.T if self.is_transposed else tensor
+        if self.turned is not None:
+            stacked = self._paired(stacked, self.turned[1] // 2)
         return stacked.split(self.rows, max(-2, -stacked.ndim))
+
+    def _paired(self, matrix: Tensor, num_groups: int) -> Tensor:
+        """Reorder the turned rows of each head from `num_groups` groups to what pairs them."""
+        # E = 6, from two halves to neighbours and, with three groups, back:
+        #     0 1 2 | 3 4 5   ->   0 3 | 1 4 | 2 5   ->   0 1 2 | 3 4 5
+        assert self.turned is not None
+        head, width = self.turned
+        plain, turned = matrix.unflatten(0, (-1, head)).split([head - width, width], 1)
+        turned = turned.unflatten(1, (num_groups, -1)).transpose(1, 2).flatten(1, 2)
+        return torch.cat([plain, turned], 1).flatten(0, 1)
 
 
 def table(shape: ModelShape, family: str, is_stacked: bool = False) -> list[TheirTensor]:
@@ -171,6 +201,12 @@ def table(shape: ModelShape, family: str, is_stacked: bool = False) -> list[Thei
     if is_stacked:
         others = {ours: theirs for ours, theirs in block.items() if ".experts." not in ours}
         block = {o: t.replace("block_sparse_moe.", "mlp.") for o, t in others.items()} | _STACKED
+    turned: dict[str, tuple[int, int]] = {}
+    if (latent := shape.latent) is not None:
+        if latent.query_rank is not None:
+            block = {**block, "attention.q": "self_attn.q_b_proj"}
+        turned["attention.q.weight"] = shape.head_dim, latent.rope_dim
+        turned["attention.kv_down.weight"] = latent.kv_rank + latent.rope_dim, latent.rope_dim
     modules = {ours: f"{model}.{theirs}" for ours, theirs in embedding.items()}
     for index in range(shape.num_layers):
         for ours, theirs in block.items():
@@ -195,8 +231,11 @@ def table(shape: ModelShape, family: str, is_stacked: bool = False) -> list[Thei
             rows = tuple(of_kind[name][-2:][0] for name in like)
             is_transposed = kind == ".weight" and ".c_" in theirs
             of_experts = range(of_kind[like[0]][0]) if "*" in theirs else [None]
+            of_heads = turned.get(_NUMBER.sub("", names[0]))
             links += [
-                TheirTensor(f"{theirs}{kind}".replace("*", str(n)), names, rows, is_transposed, n)
+                TheirTensor(
+                    f"{theirs}{kind}".replace("*", str(n)), names, rows, is_transposed, n, of_heads
+                )
                 for n in of_experts
             ]
     return links
@@ -220,7 +259,9 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -
     prefix = "transformer." if family == "gpt2" else "model."
     # Names in the file; all that are known are taken out, so the rest belongs to no tensor of ours.
     left = set(sizes).difference(_tied_copies(sizes, shape))
-    left = {name for name in left if not name.endswith(_BUFFERS)}
+    # A block after the last predicts a further token, for training alone.
+    beyond = f"model.layers.{shape.num_layers}." if family == "deepseek_v3" else "\n"
+    left = {n for n in left if not n.endswith(_BUFFERS) and not n.startswith(beyond)}
     is_stacked = any(name.endswith(".experts.gate_up_proj") for name in left)
     least = f"{shape.num_layers} layers"
     num_least = shape.num_layers

@@ -118,13 +118,14 @@ class Answer:
                 deltas = [{"content" if self._is_chat else "text": text}] if text else []
                 if self._parsers is not None:
                     deltas = self._parsers[number].take(text, is_last=reason is not None)
-                if not (is_first or deltas or reason or self._has_scores):
+                has_more = self._has_scores or self._body.return_token_ids
+                if not (is_first or deltas or reason or has_more):
                     continue
                 begun.add(number)
                 tokens = [token] if token >= 0 else []
                 scores = [] if score is None else [score]
                 ends = self._ends(completion, tokens, scores, is_first=is_first)
-                reason = reason and ends["finish_reason"]
+                reason, stopped_by = reason and ends["finish_reason"], ends["stop_reason"]
                 if self._body.return_token_ids and is_first:
                     ends["prompt_token_ids"] = completion.prompt
                 if has_usage and self._body.stream_options.continuous_usage_stats:
@@ -133,10 +134,14 @@ class Answer:
                 if self._is_chat:
                     deltas[0] |= {"role": "assistant"} if is_first else {}
                 for delta in deltas:  # a piece of text may end one call and begin another
-                    ends["finish_reason"] = reason if delta is deltas[-1] else None
+                    is_end = reason is not None and delta is deltas[-1]
+                    ends["finish_reason"] = reason if is_end else None
+                    ends["stop_reason"] = stopped_by if is_end else None
                     content = {"delta": delta} if self._is_chat else delta
                     yield _event({**about, "choices": [content | ends]})
                     ends["logprobs"] = None
+                    ends |= {"token_ids": []} if "token_ids" in ends else {}
+                    ends.pop("prompt_token_ids", None)
             if has_usage:
                 yield _event({**about, "choices": [], "usage": usage_of(completions)})
             yield "data: [DONE]\n\n"

@@ -1,7 +1,7 @@
 """Bodies of HTTP requests in the format of OpenAI's API: parse and validate.
 
-The table of `request_fields.py` lists the fields that are refused, and their values without effect.
-`SamplingSettings` declares the legal values of a sampling option, once.
+The table of `request_fields.py` lists the unsupported fields. `SamplingSettings` declares the legal
+values of a sampling option, once. `phalanx serve --fields` prints `described_fields`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from phalanx.infer.options import (
     SamplingSettings,
     about_field,
 )
-from phalanx.infer.request_fields import neutral_of
+from phalanx.infer.request_fields import ANY, UNSUPPORTED, neutral_of
 
 if TYPE_CHECKING:
     from phalanx.infer.served import Served
@@ -80,7 +80,7 @@ class Body(BaseModel):
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...] | None]] = {}
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -164,42 +164,69 @@ class GenerationBody(Body):
 
     model: str | None = None
     max_tokens: int | None = None
+    """16 in completions, all positions left in chats; 0 needs echo or prompt_logprobs."""
     temperature: float | None = None
+    """0 is greedy."""
     top_p: float | None = None
     top_k: int | None = None
+    """-1 and 0: among all."""
     min_p: float | None = None
+    """After top_k and top_p, as in transformers."""
     seed: int | None = None
+    """Choice i draws with seed + i."""
     n: int = 1
+    """1 to 64 choices of all prompts."""
     stop: Annotated[
         Text | Annotated[list[str], Field(max_length=MAX_STOPS), Tag("texts")],
         Discriminator(lambda value: "texts" if isinstance(value, list) else "text"),
     ] = []
+    """At most 16."""
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
     min_tokens: int | None = None
+    """Before it no end token or text ends the answer; a whole grammar may."""
     presence_penalty: float | None = None
+    """Of generated tokens, -2 to 2."""
     frequency_penalty: float | None = None
+    """Of generated tokens, by their number, -2 to 2."""
     repetition_penalty: float | None = None
+    """Of tokens of the prompt and generated ones."""
     logit_bias: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
+    """By ids of tokens; added, within -100 and 100."""
     allowed_token_ids: Annotated[TokenIds | None, Field(min_length=1)] = None
+    """Only these are generated."""
     bad_words: list[Annotated[str, Field(min_length=1)]] = []
+    """Not generated, alone or after a space."""
     stop_token_ids: TokenIds = []
+    """End the generation; not in the text."""
     include_stop_str_in_output: bool = False
+    """Also the token that ends it."""
     skip_special_tokens: bool = True
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
+    """The last ones; -1: as many as fit."""
     add_special_tokens: bool | None = None
+    """True in completions, false in chats."""
     echo: bool = False
+    """With the prompt; in chats with a last assistant turn."""
     prompt_logprobs: Annotated[int | None, Field(ge=0, le=MAX_LOGPROBS)] = None
+    """0 to 20; not with stream."""
     response_format: ResponseFormat | None = None
+    """Text, json_object or json_schema."""
     structured_outputs: StructuredOutputs = StructuredOutputs()
+    """One of json, regex, choice, grammar, json_object."""
     guided_json: dict[str, Any] | str | None = None
+    """A schema that llguidance supports."""
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
+    """GBNF or Lark."""
     return_token_ids: bool = False
+    """Also of the prompt, as prompt_token_ids."""
     return_tokens_as_token_ids: bool = False
+    """The logprobs name tokens token_id:5."""
     request_id: Annotated[str | None, Field(max_length=128)] = None
+    """Ends the id of the response."""
 
     @property
     def field_names(self) -> dict[str, str]:
@@ -349,7 +376,9 @@ class CompletionBody(GenerationBody):
         Discriminator(_form),
     ]
     logprobs: int | None = None
+    """0 to 20; the model's own, before penalties."""
     best_of: int | None = None
+    """The n of the largest mean log-probability."""
 
     @property
     @override
@@ -454,20 +483,30 @@ class ChatBody(GenerationBody):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = []
+    """Rendered and parsed as the chat template has them."""
     tool_choice: Annotated[
         Annotated[Literal["none", "auto", "required"], Tag("text")]
         | Annotated[Tool, Tag("object")],
         Discriminator(lambda value: "text" if isinstance(value, str) else "object"),
     ] = "auto"
+    """Also a function."""
     parallel_tool_calls: bool = True
+    """False: one call."""
     max_completion_tokens: int | None = None
+    """As max_tokens."""
     logprobs: bool = False
     top_logprobs: int | None = None
+    """0 to 20; needs logprobs: true."""
     add_generation_prompt: bool | None = None
+    """For the template."""
     continue_final_message: bool = False
+    """Leaves the last turn open."""
     chat_template_kwargs: dict[str, Any] = {}
+    """For the template."""
     documents: list[dict[str, Any]] | None = None
+    """For the template."""
     reasoning_effort: str | None = None
+    """For the template."""
 
     @property
     @override
@@ -505,6 +544,20 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: TokenIds
+
+
+def described_fields() -> list[tuple[str, str, str, str]]:
+    """Return each field of completions and chats: its name, whose it is, what happens, and why."""
+    kinds = {"": GenerationBody, "completions": CompletionBody, "chats": ChatBody}
+    rows = [
+        (name, where, "taken", kind.model_fields[name].description or "")
+        for where, kind in kinds.items()
+        for name in kind.__annotations__
+    ]
+    for row in UNSUPPORTED:
+        some = f"{row.ignored} ignored, others refused" if row.ignored else "refused"
+        rows.append((row.name, row.where, "ignored" if row.ignored == ANY else some, row.about))
+    return rows
 
 
 def parse(kind: type[Body], content: bytes, unknown: set[str] | None = None) -> Any:

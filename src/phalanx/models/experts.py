@@ -23,7 +23,8 @@ Dimensions in the suffixes of tensor names, beside those of decoder.py:
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -82,6 +83,8 @@ class Router(nn.Module):
         bias: [E], added to scores only for the selection; None without one. No gradient changes it.
         layer: number of the block in the full decoder.
         load: counts of the training step that runs; None outside of one.
+        gives_losses: whether the gradient of the auxiliary losses starts on this rank; of ranks
+            that route the same tokens, as of tp, one gives it.
     """
 
     bias: Tensor | None
@@ -91,6 +94,7 @@ class Router(nn.Module):
         self.experts = experts
         self.layer = layer
         self.load: Load | None = None
+        self.gives_losses = True
         self.weight = nn.Parameter(torch.empty(experts.num_experts, hidden))
         self.register_buffer("bias", torch.empty(len(self.weight)) if experts.has_bias else None)
 
@@ -115,7 +119,7 @@ class Router(nn.Module):
             sums = (torch.cat([shares_NE, squares_N1], 1) * counted_N[:, None]).sum(0)
             if self.load.is_counting:
                 self.load.count(experts_Nk, counted_N, sums.detach())
-            if self.load.has_losses:
+            if self.load.has_losses and self.gives_losses:
                 weights_Nk = cast(Tensor, _WithLosses.apply(weights_Nk, sums, self.load))
         return experts_Nk, weights_Nk
 
@@ -159,6 +163,8 @@ class _WithLosses(Function):
 class Experts(nn.Module):
     """Gated MLPs without biases, of one shape; each projection is one stacked parameter.
 
+    A split of the experts over ranks replaces `start` and `forward`.
+
     Attributes:
         gate, up: [E, F, D].
         down: [E, D, F].
@@ -172,13 +178,18 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(inner))
         self.down = nn.Parameter(torch.empty(inner).mT.contiguous())
 
-    def forward(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
-        """Apply each expert to its rows.
+    def start(self, rows_MD: Tensor, counts_E: Tensor) -> Any:
+        """Return what `forward` takes with these rows: the counts. A split may send rows here.
 
         Args:
             rows_MD: the rows of expert 0, then of expert 1, and so on.
             counts_E: number of rows of each expert, int64; the sum is M.
         """
+        del rows_MD
+        return counts_E
+
+    def forward(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+        """Apply each expert to its rows, given what `start` has returned for them."""
         product = _Products(rows_MD, counts_E, self.gate.shape[1])
         inner_MF = gated(self.kind, product(rows_MD, self.gate), product(rows_MD, self.up))
         return product(inner_MF, self.down)
@@ -212,12 +223,21 @@ class _Products:
         return torch.cat([F.linear(x, weight_OI) for x, weight_OI in matrices])
 
 
+_Forward = TypeVar("_Forward", bound=Callable[..., Tensor])
+
+
+def _eagerly(forward: _Forward) -> _Forward:
+    """Let a compiled block call `forward` between two graphs."""
+    disable: Any = torch.compiler.disable
+    return disable(forward)
+
+
 class MoE(nn.Module):
     """The branch of a block with experts: y = sum over slots of weight * expert(x) + shared(x).
 
     Attributes:
         router: selects the experts of each token.
-        experts: the MLPs; a split of the experts over ranks replaces their `forward`.
+        experts: the MLPs.
         shared: the expert that every token visits; None without one.
         shared_gate: map whose sigmoid scales the output of `shared`; None without one.
         places: `places_in_rows`; replaced where each rank has a part of the positions of a row.
@@ -231,8 +251,8 @@ class MoE(nn.Module):
         self.shared = MLP(shape, experts.shared_ffn) if experts.shared_ffn else None
         self.shared_gate = Linear(shape.hidden, 1, False) if experts.has_shared_gate else None
 
-    # Numbers of rows depend on data, so a compiled block calls this eagerly, between two graphs.
-    @torch.compiler.disable
+    # Numbers of rows depend on data: each would compile anew.
+    @_eagerly
     def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None) -> Tensor:
         """Return the output of the branch, a tensor like x_BTD.
 
@@ -253,14 +273,14 @@ class MoE(nn.Module):
             if not x_ND.is_meta:  # without values, all are kept
                 order_M = order_M[is_kept_Nk.flatten()[order_M]]
         counts_E = count(experts_Nk.flatten()[order_M], num_experts)
-        rows_MD = self.experts(cast(Tensor, _Dispatch.apply(x_ND, experts_Nk, order_M)), counts_E)
+        rows_MD = cast(Tensor, _Dispatch.apply(x_ND, experts_Nk, order_M))
+        started = self.experts.start(rows_MD, counts_E)
+        shared_ND = None if self.shared is None else self.shared(x_ND)  # while rows travel
+        if shared_ND is not None and self.shared_gate is not None:
+            shared_ND = self.shared_gate(x_ND).sigmoid() * shared_ND
+        rows_MD = self.experts(rows_MD, started)
         y_ND = cast(Tensor, _Combine.apply(rows_MD, weights_Nk.to(rows_MD.dtype), order_M))
-        if self.shared is not None:
-            shared_ND = self.shared(x_ND)
-            if self.shared_gate is not None:
-                shared_ND = self.shared_gate(x_ND).sigmoid() * shared_ND
-            y_ND = y_ND + shared_ND
-        return y_ND.view_as(x_BTD)
+        return (y_ND if shared_ND is None else y_ND + shared_ND).view_as(x_BTD)
 
 
 def places_in_rows(experts_BTk: Tensor, num_experts: int) -> tuple[Tensor, int]:

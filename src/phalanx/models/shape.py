@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-import typing
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, ClassVar, Final, Literal, NoReturn
 
-from phalanx.config.fields import read_text
+from phalanx.config.fields import Parts
 from phalanx.errors import ConfigError, nearest
 
 TARGETS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -121,7 +120,7 @@ IN_EVALUATION: Final[Mapping[str, Any]] = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertShape:
+class ExpertShape(Parts):
     """Experts in place of the MLP: a router sends each token to `top_k` of `num_experts` MLPs.
 
     Shazeer et al., Outrageously Large Neural Networks, 2017; Fedus et al., Switch Transformers,
@@ -153,6 +152,7 @@ class ExpertShape:
             no limit.
     """
 
+    KEY: ClassVar = "experts"
     num_experts: int
     top_k: int
     ffn: int
@@ -223,35 +223,6 @@ class ExpertShape:
         With one microbatch and no pipeline, its forward counts all that the backward needs.
         """
         return self.has_losses and (num_microbatches > 1 or num_stages > 1)
-
-    @staticmethod
-    def parse(text: str, preset: ExpertShape | None = None) -> ExpertShape:
-        """Return the experts of a setting such as `num_experts=8,top_k=2,ffn=704,aux_loss=0.01`.
-
-        Its entries are attributes of this class. Other attributes are those of `preset`, or without
-        one their defaults; `num_experts`, `top_k` and `ffn` have none.
-
-        Raises:
-            ConfigError: an entry is unknown, missing or has an invalid value.
-        """
-        hints = typing.get_type_hints(ExpertShape)
-        values: dict[str, Any] = {} if preset is None else asdict(preset)
-        for name, _, value in (entry.partition("=") for entry in text.split(",")):
-            if name not in hints:
-                raise ConfigError(
-                    f"experts: there is no {name!r}{nearest(name, hints)}; expected entries such "
-                    f"as num_experts=8, separated by commas; they are {', '.join(hints)}"
-                )
-            try:
-                values[name] = read_text(name, hints[name], value)
-            except ConfigError as error:
-                raise ConfigError(f"experts: {error}") from None
-        if missing := {"num_experts", "top_k", "ffn"} - values.keys():
-            raise ConfigError(
-                f"experts is {text!r}, without {' and '.join(sorted(missing))}; expected at least "
-                "three entries, such as num_experts=8,top_k=2,ffn=704"
-            )
-        return ExpertShape(**values)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from phalanx.comm.axes import axes_of
+from phalanx.comm.axes import DENSE, EXPERT, axes_of
 from phalanx.comm.comm import Comm, Ranks, local_shard
 from phalanx.comm.ledger import Entry, Phase, no_phase
 from phalanx.comm.pending import Pending
@@ -40,6 +40,7 @@ from phalanx.parallel.reduce import (
     Parameters,
     broadcast_parameters,
     buckets,
+    parameter_axes,
 )
 from phalanx.parallel.sparse import SparseReducer, sparse_tables
 from phalanx.parallel.split import Split, StateBytes, Target, entries_of
@@ -77,15 +78,17 @@ class DataSplit(Split):
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return the all-reduces of gradients, and of the flags for used parameters."""
-        sizes = self.target.sizes()
-        gradients = ("backward", len(buckets(sizes)), sum(sizes))
-        if self._kind == "naive":
-            gradients = ("reduce", len(sizes), sum(sizes))
-        rows = (
-            (phase, axis, "all_reduce", calls, size)
-            for axis in self._degrees
-            for phase, calls, size in (gradients, ("agree", 1, len(sizes)))
-        )
+        rows: list[tuple[str, str, str, int, int]] = []
+        for axis in self._degrees:
+            for axes in (DENSE, EXPERT):
+                if axis in axes_of(axes.sums, self._degrees):
+                    sizes = self.target.sizes(axes=axes)
+                    gradients = ("backward", axis, "all_reduce", len(buckets(sizes)), sum(sizes))
+                    if self._kind == "naive":
+                        gradients = ("reduce", axis, "all_reduce", len(sizes), sum(sizes))
+                    rows.append(gradients)
+            num_trained = len(self.target.sizes())
+            rows.append(("agree", axis, "all_reduce", 1, num_trained))
         return entries_of(rows, self._degrees.__getitem__)
 
     def reducer(
@@ -108,7 +111,7 @@ def apply(model: nn.Module, comm: Comm, kind: Kind = "bucketed") -> GradientRedu
 def _degrees(strategy: Strategy) -> dict[str, int]:
     """Return the axes over which gradients are summed, with their degrees; degree 1 is left out."""
     axes = {name: axis.degree for name, axis in strategy.axes() if axis.degree > 1}
-    return {name: axes[name] for name in axes_of("grad", axes)}
+    return {name: axes[name] for name in axes_of(DENSE.sums, axes)}
 
 
 class NaiveReducer(GradientReducer):
@@ -127,7 +130,7 @@ class NaiveReducer(GradientReducer):
             for parameter in itertools.compress(self.parameters, is_used):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                self.comm.all_reduce(local_shard(parameter.grad), "grad")
+                self.comm.all_reduce(local_shard(parameter.grad), parameter_axes(parameter).sums)
 
 
 @dataclass
@@ -136,6 +139,7 @@ class _Bucket:
 
     Attributes:
         members: the parameters.
+        sums: the set of axes over which their gradients are summed.
         views: member -> its view of `flat`; empty while there is no buffer.
         flat: the buffer, from the first gradient of a step to the end of the step. After that only
             the gradients refer to its memory, so that it is freed together with them.
@@ -144,6 +148,7 @@ class _Bucket:
     """
 
     members: list[nn.Parameter]
+    sums: str
     views: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
     flat: torch.Tensor | None = None
     missing: set[torch.Tensor] = field(default_factory=set)
@@ -205,12 +210,20 @@ class BucketedReducer(GradientReducer):
 
     def _add(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = self.parameters + parameters
-        sizes = [local_shard(parameter).nbytes for parameter in parameters]
-        for indices in buckets(sizes, self._bucket_bytes):
-            members = [parameters[index] for index in indices]
+        kinds: dict[str, list[int]] = {}
+        for number, parameter in enumerate(parameters):
+            kinds.setdefault(parameter_axes(parameter).sums, []).append(number)
+        parts: list[tuple[str, list[int]]] = []
+        for sums, numbers in kinds.items():
+            sizes = [local_shard(parameters[number]).nbytes for number in numbers]
+            of_kind = buckets(sizes, self._bucket_bytes)
+            parts += [(sums, [numbers[index] for index in indices]) for indices in of_kind]
+        # In the order in which backward fills them: a bucket waits for its first parameter.
+        for sums, numbers in sorted(parts, key=lambda part: -min(part[1])):
+            members = [parameters[number] for number in numbers]
             dtypes = {member.dtype for member in members}
             for dtype in sorted(dtypes, key=str):  # one buffer a data type; nearly always one
-                bucket = _Bucket([member for member in members if member.dtype == dtype])
+                bucket = _Bucket([member for member in members if member.dtype == dtype], sums)
                 bucket.missing = set(bucket.members)
                 self._buckets.append(bucket)
                 self._bucket_of |= dict.fromkeys(bucket.members, bucket)
@@ -267,10 +280,10 @@ class BucketedReducer(GradientReducer):
             flat, number = bucket.open(self.comm), self._num_started
             with named(f"gradient bucket {number}"):
                 if self._compressor is None:
-                    bucket.pending = self.comm.all_reduce_start(flat, "grad")
+                    bucket.pending = self.comm.all_reduce_start(flat, bucket.sums)
                 else:
                     parts = [*bucket.views.values()]
-                    bucket.pending = self._compressor.start(number, flat, parts)
+                    bucket.pending = self._compressor.start(number, flat, parts, bucket.sums)
             self._num_started += 1
 
     @torch.no_grad()

@@ -22,6 +22,7 @@ from phalanx.comm.axes import axes_of
 from phalanx.comm.comm import Ranks
 from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.ledger import Entry
+from phalanx.comm.row_counts import RowCounts
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ModelShape
@@ -32,6 +33,7 @@ from phalanx.parallel.context.positions import PositionOrder
 from phalanx.parallel.context.split import ContextSplit
 from phalanx.parallel.data import DataSplit
 from phalanx.parallel.dropout import DropoutSplit, Masks
+from phalanx.parallel.experts import ExpertSplit
 from phalanx.parallel.pipeline.cut import chain_flops
 from phalanx.parallel.pipeline.partition import stage_costs
 from phalanx.parallel.pipeline.schedule import Schedule
@@ -51,14 +53,15 @@ FirstWeights = Callable[[Tensor, str, tuple[int, ...], tuple[int, ...]], object]
 """Fills a shard of a parameter in place: (shard, name, full shape, offset of the shard in it)."""
 
 SPLITS: tuple[type[Split], ...] = (
-    *(PipelineSplit, BatchNormSplit, ContextSplit, TensorSplit),
+    *(PipelineSplit, BatchNormSplit, ContextSplit, TensorSplit, ExpertSplit),
     *(RecomputeSplit, ShardedSplit, DataSplit, DropoutSplit),
 )
 """The axes, in the order in which they split a model: each splits the result of the previous one.
 
 pp comes first, so the later axes see a stage as a complete model. cp splits the positions of each
-row, and tp splits the products over those positions. Recomputation wraps blocks that tp has already
-split, and fsdp gathers a block before its recomputation runs.
+row, and tp splits the products over those positions. ep deals the experts, each of which tp has
+split, to ranks with different samples. Recomputation wraps blocks that these have split, and fsdp
+gathers a block before its recomputation runs.
 """
 
 
@@ -178,17 +181,25 @@ class Plan(Generic[Model]):
             held = split.holds(held, accumulation)
         return held
 
-    def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
-        """Return the first rank's communication in a step of microbatches of (rows, positions)."""
-        entries = self._split_traffic(microbatches)
+    def traffic(
+        self, microbatches: Sequence[tuple[int, int]], routed: Sequence[RowCounts] | None = None
+    ) -> list[Entry]:
+        """Return the first rank's communication in a step of microbatches of (rows, positions).
+
+        Bytes of ep are expected ones, of even routing, unless the step's counts are known, `routed`
+        (comm.row_counts.noted).
+        """
+        entries = self._split_traffic(microbatches, routed)
         shape = self._whole.skeleton.shape
         experts = None if shape is None else shape.experts
         if shape is None or experts is None:
             return entries
         # train/balance.py: loads are counted by forwards of their own, and summed over ranks.
         if experts.needs_first_pass(len(microbatches), self.strategy.pp.degree):
-            for microbatch in microbatches:
-                entries += [e for e in self._split_traffic([microbatch]) if e.phase == "forward"]
+            for number, microbatch in enumerate(microbatches):
+                known = routed if number == 0 or routed is None else ()  # of all microbatches
+                of_forward = self._split_traffic([microbatch], known)
+                entries += [entry for entry in of_forward if entry.phase == "forward"]
         if experts.has_losses or experts.bias_rate:
             degrees = self.strategy.mesh_axes()
             num_bytes = 8 * shape.num_layers * (2 * experts.num_experts + 2)
@@ -198,10 +209,15 @@ class Plan(Generic[Model]):
             entries += entries_of(rows, degrees.__getitem__)
         return entries
 
-    def _split_traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
+    def _split_traffic(
+        self, microbatches: Sequence[tuple[int, int]], routed: Sequence[RowCounts] | None
+    ) -> list[Entry]:
         entries: list[Entry] = []
         for split in self._splits:
-            entries += split.traffic(microbatches)
+            if isinstance(split, ExpertSplit) and routed is not None:
+                entries += split.traffic_of(routed)
+            else:
+                entries += split.traffic(microbatches)
             microbatches = [split.local_microbatch(microbatch) for microbatch in microbatches]
         return entries
 

@@ -199,6 +199,7 @@ _NOT_COUNTED = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable,
     torch.ops.torch_attn._varlen_attn,
+    torch.ops.aten._grouped_mm,
 }
-"""Attention operators without a FLOP formula in torch: for CPUs, for devices other than CUDA, and,
-in torch 2.11, for packed documents (variable lengths)."""
+"""Operators without a FLOP formula in torch: attention for CPUs, for devices other than CUDA, and,
+in torch 2.11, for packed documents (variable lengths); and grouped products of experts."""

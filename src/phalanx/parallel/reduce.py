@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import (
 )
 from typing_extensions import override
 
-from phalanx.comm.axes import axes_of
+from phalanx.comm.axes import DENSE, EXPERT, ParameterAxes, axes_of
 from phalanx.comm.comm import Comm, local_shard
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.errors import StrategyError
@@ -66,7 +66,7 @@ def buckets(parameter_sizes: Sequence[int], bucket_bytes: int | None = None) -> 
 
 @torch.no_grad()
 def broadcast_parameters(model: nn.Module, comm: Comm) -> None:
-    """Broadcast parameters and buffers from the first of the ranks that sum gradients.
+    """Broadcast parameters and buffers from the first of the ranks that hold the same.
 
     Raises:
         StrategyError: a buffer is sparse.
@@ -78,7 +78,16 @@ def broadcast_parameters(model: nn.Module, comm: Comm) -> None:
                 "store it in an attribute that is not a buffer, or pass it to the forward"
             )
         if not tensor.is_meta:
-            comm.broadcast(local_shard(tensor), "grad")
+            comm.broadcast(local_shard(tensor), parameter_axes(tensor).sums)
+
+
+def parameter_axes(tensor: torch.Tensor) -> ParameterAxes:
+    """Return the sets of axes of a parameter that fsdp has not sharded."""
+    if isinstance(tensor, DTensor):
+        names = tensor.device_mesh.mesh_dim_names or ()
+        if EXPERT.split in names and tensor.placements[names.index(EXPERT.split)].is_shard():
+            return EXPERT
+    return DENSE
 
 
 class GradientReducer:
@@ -139,7 +148,7 @@ class GradientReducer:
         if not used:
             return used
         flags = to_device(torch.tensor(used, dtype=torch.uint8), self.comm.device)
-        self.comm.all_reduce(flags, "grad", "max")
+        self.comm.all_reduce(flags, DENSE.sums, "max")  # one rank of ep may have used its experts
         return used if all(used) else flags.bool().tolist()
 
     def _has_gradient(self) -> list[bool]:

@@ -4,9 +4,11 @@ Idea      N ranks that would hold equal replicas hold one shard each, and gather
           is used (Rajbhandari et al., ZeRO, SC 2020, section 5; Zhao et al., PyTorch FSDP, VLDB
           2023). `zero1` leaves parameters and gradients unsharded, `zero2` only parameters, `zero3`
           nothing. With dp > 1 it is HSDP: shards within fsdp, replicas of them across dp. Ranks
-          with other positions of the same samples shard together: below, fsdp means all axes of
-          `comm.axes.DENSE`. One gather fetches one group (groups.py): a block, the embedding, the
-          head, or the rest, which is every other parameter (the root group of FSDP2).
+          with other positions of the same samples shard together, and so do ranks of ep,
+          except experts: below, fsdp means all axes of a group's shards (`comm.axes`), and N
+          their ranks. One gather fetches one group (groups.py): a block, its experts if `ep` has
+          split them, the embedding, the head, or the rest, which is every other parameter (the root
+          group of FSDP2).
 Layout    X[B_dp,fsdp, ...]  W[I_fsdp, ...]  dW[I_fsdp, ...]: the rows of each parameter and of its
           AdamW moments are split over fsdp; uneven rows are padded in messages only.
 Forward   all_gather: W[I_fsdp] -> W, in the dtype that the block computes in. zero3 frees W after
@@ -36,11 +38,12 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
-from phalanx.comm.axes import DENSE, axes_of, single_axis
-from phalanx.comm.comm import Ranks
+from phalanx.comm.axes import DENSE, EXPERT, axes_of, single_axis
+from phalanx.comm.comm import Ranks, local_shard
+from phalanx.comm.fsdp import check_placements, param_groups, placement_on
 from phalanx.comm.ledger import Entry, Phase, no_phase
 from phalanx.errors import StrategyError
 from phalanx.parallel import overlap
@@ -49,6 +52,7 @@ from phalanx.parallel.groups import (
     groups_of,
     peak_gathered_bytes,
     peak_gradient_bytes,
+    shard_dim,
 )
 from phalanx.parallel.reduce import (
     GradientReducer,
@@ -56,6 +60,7 @@ from phalanx.parallel.reduce import (
     accumulate_by_shard,
     broadcast_parameters,
 )
+from phalanx.parallel.skeleton import experts_of
 from phalanx.parallel.sparse import sparse_tables
 from phalanx.parallel.split import Shape, Split, StateBytes, Target, TensorKind, entries_of
 from phalanx.parallel.views import allow_outputs
@@ -74,12 +79,13 @@ class ShardedSplit(Split):
         strategy = target.strategy
         # A pipeline stage runs other microbatches between the forward and the backward of one.
         keeps = strategy.pp.degree == 1
-        self._groups = groups_of(target.skeleton, target.compute, target.shapes, keeps=keeps)
+        self._groups = groups_of(target, keeps=keeps)
         self._kind: Kind = cast(Kind, strategy.fsdp.kind)
         self._degree = {name: axis.degree for name, axis in strategy.axes()}
-        self._num_shards = strategy.num_shards
         if strategy.tp.degree > 1:
             mesh_dims()
+        if strategy.ep.degree > 1:
+            check_placements()
 
     @classmethod
     def shard_shape(cls, strategy: Strategy, part: TensorKind, shape: Shape) -> Shape:
@@ -93,55 +99,58 @@ class ShardedSplit(Split):
         With one microbatch a step, zero1 reduces the gradients of a group as soon as backward has
         made them, and so holds the same bytes as zero2.
         """
-        groups, num_ranks = self._groups, self._num_shards
-        gathered_bytes = sum(g.gathered_bytes(num_ranks) for g in groups)
+        groups = self._groups
+        gathered_bytes = sum(g.gathered_bytes for g in groups)
         if self._kind == "zero3":
             num_blocks = max(1, sum(g.place == "block" for g in groups))
             segment_size = self.target.strategy.recompute.segment_size(num_blocks) or 1
-            gathered_bytes = peak_gathered_bytes(groups, num_ranks, segment_size)
-        shard_bytes = sum(g.shard_bytes(num_ranks) for g in groups)
+            gathered_bytes = peak_gathered_bytes(groups, segment_size)
+        shard_bytes = sum(g.shard_bytes for g in groups)
         sums: AccumulatedGradients = "full" if self._kind == "zero1" else "shards"
         sums = "none" if accumulation == 1 else sums
         full_bytes = sum(sum(g.full_bytes(g.master)) for g in groups)
         gradient_bytes = full_bytes if sums == "full" else shard_bytes
         return StateBytes(
-            parameter_bytes=sum(g.parameter_bytes(num_ranks) for g in groups) // num_ranks,
+            parameter_bytes=sum(g.parameter_bytes // g.num_shards for g in groups),
             gathered_bytes=gathered_bytes,
             gradient_bytes=gradient_bytes,
-            unreduced_bytes=peak_gradient_bytes(groups, num_ranks, sums) - gradient_bytes,
+            unreduced_bytes=peak_gradient_bytes(groups, sums) - gradient_bytes,
             optimizer_bytes=2 * shard_bytes,
         )
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return the gathers, the reductions and the agreement on used parameters."""
-        groups, num_ranks, times = self._groups, self._num_shards, len(microbatches)
-        axis = single_axis(DENSE.shards, self.target.strategy.mesh_axes())
-        degree = {**self._degree, axis: num_ranks}
-        gathered, again, shards, reduced = list[int](), list[int](), list[int](), list[int]()
-        is_zero3 = self._kind == "zero3"
+        groups, times, is_zero3 = self._groups, len(microbatches), self._kind == "zero3"
+        times_gathered, times_again = (times, times) if is_zero3 else (1, 0)
+        times_reduced = 1 if self._kind == "zero1" else times
+        rows: list[tuple[str, str, str, int, int]] = []
+        degree, mesh_axes = dict(self._degree), self.target.strategy.mesh_axes()
         for g in groups:
+            axis, size, shard = (
+                single_axis(g.axes.shards, mesh_axes),
+                g.gathered_bytes,
+                g.shard_bytes,
+            )
+            degree[axis] = g.num_shards
             # Every stage gathers the rest; only the first and the last reduce its gradients.
             is_rest = g.place == "rest"
             runs, ends = (self.target.num_stages, self.target.num_end_stages) if is_rest else (1, 1)
             # zero1 and zero2 gather once a step and keep; zero3 gathers for each microbatch and
             # each stage.
-            gathered += [g.gathered_bytes(num_ranks)] * (runs if is_zero3 else 1)
-            again += [g.gathered_bytes(num_ranks)] * (runs if g.is_gathered_again else 0)
-            if shard := g.shard_bytes(num_ranks):
-                shards += [shard]
-                reduced += [shard * num_ranks] * (1 if self._kind == "zero1" else ends)
+            gathers = times_gathered * (runs if is_zero3 else 1)
+            again = times_again * runs * g.is_gathered_again
+            reductions = times_reduced * (1 if self._kind == "zero1" else ends) if shard else 0
+            rows += [
+                ("forward", axis, "all_gather", gathers, gathers * size),
+                ("backward", axis, "all_gather", again, again * size),
+                ("backward", axis, "reduce_scatter", reductions, reductions * shard * g.num_shards),
+                ("backward", "dp", "all_reduce", int(shard > 0), shard),
+            ]
         flags = sum(p.is_trained for g in groups for p in g.parameters)
-        times_gathered, times_again = (times, times) if is_zero3 else (1, 0)
-        times_reduced = 1 if self._kind == "zero1" else times
-        rows = [
-            ("forward", axis, "all_gather", gathered * times_gathered),
-            ("backward", axis, "all_gather", again * times_again),
-            ("backward", axis, "reduce_scatter", reduced * times_reduced),
-            ("backward", "dp", "all_reduce", shards),
-            *(("agree", each, "all_reduce", [flags]) for each in axes_of("grad", self._degree)),
+        rows += [
+            ("agree", axis, "all_reduce", 1, flags) for axis in axes_of(DENSE.sums, self._degree)
         ]
-        counted = ((phase, axis, op, len(of), sum(of)) for phase, axis, op, of in rows)
-        return entries_of(counted, degree.__getitem__)
+        return entries_of(rows, degree.__getitem__)
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Shard every parameter in place by FSDP2: over fsdp, with replicas over dp."""
@@ -151,13 +160,29 @@ class ShardedSplit(Split):
                 "only dense gradients; make the module without sparse=True, or use dp"
             )
         broadcast_parameters(model, comm)
+        strategy = self.target.strategy
+        experts = {p for module in experts_of(model).values() for p in module.parameters()}
+
         where: dict[str, Any] = {"mesh": comm.sharding_mesh}
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            replicas = "dp" if "dp" in comm.axes else None
+        replicas = "dp" if "dp" in comm.axes else None
+        if strategy.tp.degree > 1:
             dims = mesh_dims()(shard=comm.axes_of(DENSE.shards), replicate=replicas)
             # tp has made DTensors on this mesh, and FSDP2 must split them on the same one.
             where = {"mesh": comm.model_mesh, "dp_mesh_dims": dims}
+        if experts:
+            num_shards, on_mesh = comm.size(EXPERT.shards), Shard
+            if strategy.ep.degree > 1:
+                dims = mesh_dims()(shard=comm.axes_of(EXPERT.shards), replicate=replicas)
+                on_mesh = placement_on(comm.model_mesh, dims)
+
+            def placement(parameter: nn.Parameter) -> Any:
+                dim = shard_dim(local_shard(parameter).shape, num_shards)
+                return on_mesh(dim) if parameter in experts else None
+
+            where["shard_placement_fn"] = placement
         for group in self._groups:
+            if group.axes != DENSE:  # FSDP2 splits them with the group of the same modules
+                continue
             # Gathered in the dtype of the group, reduced in the master dtype.
             types = () if group.gathered == group.master else (group.gathered, group.master)
             sharded = fully_shard(
@@ -173,7 +198,7 @@ class ShardedSplit(Split):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 cast(Any, type(module)).__deepcopy__ = _refuse_copy  # torch's raises as well
-        if self.target.strategy.pp.degree > 1:
+        if strategy.pp.degree > 1:
             # FSDP2 prefetches the group whose forward ran before, perhaps for another microbatch.
             # A rank with one stage prefetches the preceding group of the stage, any other nothing:
             # to prefetch `module` itself, which is gathered, does nothing.
@@ -188,8 +213,7 @@ class ShardedSplit(Split):
         """Return the reducer, which controls the gathers and reductions of FSDP2."""
         if comm.device.type == "cpu":
             groups = self._groups
-            engine = comm.engine(single_axis(DENSE.shards, comm.axes))
-            overlap.use_engine(model, groups, engine, has_replicas=self._degree["dp"] > 1)
+            overlap.use_engine(model, comm, has_replicas=self._degree["dp"] > 1)
             if self.target.num_stages == 1:  # else the next block may belong to another stage
                 overlap.gather_ahead(model, groups)
         return ShardedReducer(model, comm, self._kind)
@@ -407,8 +431,8 @@ def _begin_again_in_backward(module: nn.Module, *_: Any) -> None:
     """
     # Private; tests/parallel/test_sharded.py pins both states.
     state: Any = cast(FSDPModule, module)._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
-    group = state._fsdp_param_group
-    if group is not None and group._training_state == TrainingState.POST_BACKWARD:
+    ended = TrainingState.POST_BACKWARD
+    if any(g._training_state == ended for g in param_groups(cast(FSDPModule, module))):
         state._training_state = TrainingState.IDLE
 
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
+from phalanx.models.experts import Experts
 from phalanx.models.shape import ModelShape
 
 Shape = tuple[int, ...]
@@ -71,6 +72,15 @@ def ends_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names[module] for module in modules) for modules in ends)
 
 
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return name -> module of each module of stacked experts.
+
+    Dimension 0 of each of its parameters counts experts, and its forward is the one that `ep`
+    replaces.
+    """
+    return {name: each for name, each in model.named_modules() if isinstance(each, Experts)}
+
+
 @dataclass(frozen=True, eq=False)
 class Weight:
     """A parameter without its values; compared by identity.
@@ -78,6 +88,7 @@ class Weight:
     Attributes:
         names: all names of the parameter in the model, in the order of the model.
         block: block that contains the first name; empty outside of blocks.
+        is_expert: whether dimension 0 counts experts, see `experts_of`.
     """
 
     names: tuple[str, ...]
@@ -86,6 +97,7 @@ class Weight:
     is_trained: bool
     is_contiguous: bool
     block: str = ""
+    is_expert: bool = False
 
     @property
     def name(self) -> str:
@@ -190,17 +202,20 @@ def skeleton_of_shape(
 ) -> Skeleton:
     """Return the skeleton of a decoder of `shape`; for the dtypes see `Decoder.on_meta`.
 
-    One block represents all, or one those with an MLP and one those with experts. Otherwise blocks
-    differ only in their attention windows, which neither parameters nor messages depend on.
+    The first block with an MLP and the first with experts represent all others, which differ from
+    them only in attention windows: neither parameters nor messages depend on these.
     """
-    alike = [f"blocks.{index}" for index in range(shape.num_layers)]
     num_dense = 0 if shape.experts is None else shape.experts.first_dense
-    parts = [part for part in (alike[:num_dense], alike[num_dense:]) if part]
-    experts = shape.experts and dataclasses.replace(shape.experts, first_dense=len(parts) - 1)
-    small = dataclasses.replace(shape, num_layers=len(parts), experts=experts)
-    skeleton = skeleton_of(Decoder.on_meta(small, master, compute))
-    blocks = {name: tuple(part) for name, part in zip(skeleton.blocks, parts, strict=True)}
-    return dataclasses.replace(skeleton, blocks=blocks, num_blocks=shape.num_layers, shape=shape)
+    model = Decoder.on_meta(dataclasses.replace(shape, num_layers=num_dense + 1), master, compute)
+    for index in range(1, num_dense):
+        delattr(model.blocks, str(index))
+    skeleton = skeleton_of(model)
+    ends = (num_dense or shape.num_layers), shape.num_layers
+    alike = {
+        first: tuple(f"blocks.{index}" for index in range(int(first.rpartition(".")[2]), end))
+        for first, end in zip(skeleton.blocks, ends, strict=False)
+    }
+    return dataclasses.replace(skeleton, blocks=alike, num_blocks=shape.num_layers, shape=shape)
 
 
 def _weights(model: nn.Module, blocks: Iterable[str]) -> tuple[Weight, ...]:
@@ -208,6 +223,7 @@ def _weights(model: nn.Module, blocks: Iterable[str]) -> tuple[Weight, ...]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
     known = frozenset(blocks)
+    experts = {p for module in experts_of(model).values() for p in module.parameters()}
     return tuple(
         Weight(
             names=tuple(all_names),
@@ -216,6 +232,7 @@ def _weights(model: nn.Module, blocks: Iterable[str]) -> tuple[Weight, ...]:
             is_trained=parameter.requires_grad,
             is_contiguous=parameter.is_contiguous(),
             block=_within(all_names[0], known),
+            is_expert=parameter in experts,
         )
         for parameter, all_names in names.items()
     )

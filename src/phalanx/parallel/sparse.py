@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
+from phalanx.comm.axes import DENSE
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.models.decoder import Embedding
 from phalanx.parallel.reduce import GradientReducer, WrappingReducer
@@ -58,8 +59,8 @@ class SparseReducer(WrappingReducer):
                 if (grad := table.grad) is not None:
                     total.add_(grad)
                     has_rows[grad.coalesce().indices()[0] if grad.is_sparse else slice(None)] = 1
-                self.comm.all_reduce(has_rows, "grad", "max")
-                self.comm.all_reduce(total, "grad")
+                self.comm.all_reduce(has_rows, DENSE.sums, "max")
+                self.comm.all_reduce(total, DENSE.sums)
                 rows = has_rows.nonzero()
                 table.grad = torch.sparse_coo_tensor(
                     rows.T, total[rows[:, 0]], table.shape, is_coalesced=True,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import nn
 
+from phalanx.comm.axes import DENSE, ParameterAxes
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry, sent_bytes
 from phalanx.parallel.accumulate import Runner
@@ -94,6 +95,8 @@ class Target:
         num_end_stages: number of those stages that are the first or the last one, which read the
             modules outside of blocks; 1 without a pipeline.
         shapes: shapes of the first rank's shards of the parameters that earlier axes have split.
+        axes: sets of axes of the parameters that an earlier axis has split into different parts on
+            ranks with different samples; all others have `DENSE`.
         later: the axes of the strategy that split the model after this one.
     """
 
@@ -108,6 +111,7 @@ class Target:
     num_stages: int = 1
     num_end_stages: int = 1
     shapes: Shapes = field(default_factory=dict[Weight, tuple[int, ...]])
+    axes: Mapping[Weight, ParameterAxes] = field(default_factory=dict[Weight, ParameterAxes])
     later: tuple[type[Split], ...] = ()
 
     @property
@@ -119,6 +123,10 @@ class Target:
         """Return the shape of the first rank's shard of a parameter after the earlier axes."""
         return self.shapes.get(weight, weight.shape)
 
+    def axes_of(self, weight: Weight) -> ParameterAxes:
+        """Return the sets of axes that sum the gradient of a parameter, and that shard it."""
+        return self.axes.get(weight, DENSE)
+
     def shard_shape_after_later(self, part: TensorKind, shape: Shape) -> Shape:
         """Return the shape of the first rank's shard of a tensor of kind `part` and of `shape`.
 
@@ -128,12 +136,15 @@ class Target:
             shape = split.shard_shape(self.strategy, part, shape)
         return shape
 
-    def sizes(self, *, is_trained: bool = True) -> list[int]:
-        """Return the bytes of the first rank's shard of each trained (or each frozen) parameter."""
+    def sizes(self, *, is_trained: bool = True, axes: ParameterAxes | None = None) -> list[int]:
+        """Return the bytes of the first rank's shard of each trained (or each frozen) parameter.
+
+        `axes` selects the parameters with these sets of axes.
+        """
         bytes_of = {
             weight: math.prod(self.shape(weight)) * weight.dtype.itemsize
             for weight in self.skeleton.weights
-            if weight.is_trained == is_trained
+            if weight.is_trained == is_trained and axes in (None, self.axes_of(weight))
         }
         return [bytes_of[each] for each in self.skeleton.parameters() if each in bytes_of]
 

@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from phalanx.comm.axes import DENSE, axes_of, single_axis
+from phalanx.comm.axes import EXPERT, axes_of, flattened
 from phalanx.comm.comm import Comm
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.split import entries_of
@@ -426,16 +426,20 @@ def _axes_that_cut(parameter: Tensor, comm: Comm) -> tuple[AxisCut, ...]:
     mesh = parameter.device_mesh
     names = mesh.mesh_dim_names or ()
     found: list[AxisCut] = []
-    shards: AxisCut | None = None
+    shards: list[tuple[str, int]] = []
     for name, size, placement in zip(names, mesh.shape, parameter.placements, strict=True):
         if placement.is_replicate() or size == 1:
             continue
         dim = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
-        if name in axes_of("tp", names) or name == "ep":
+        if name in axes_of("tp", names) or (name == EXPERT.split and parameter.ndim == 3):
             found.append((name, dim, placement))
-        else:  # FSDP2 cuts the shard of tp into equal chunks, whatever its placement says
-            shards = (single_axis(DENSE.shards, comm.axes), dim, None)
-    return (*found, *([] if shards is None else [shards]))
+        else:
+            shards.append((name, dim))
+    if shards:  # FSDP2 cuts the shard of tp into equal chunks, whatever its placements say
+        members = tuple(axis for name, _ in shards for axis in comm.axes_of(name))
+        flat = next((n for n, of in flattened(comm.axes).items() if of == members), members[0])
+        found.append((flat, shards[0][1], None))
+    return tuple(found)
 
 
 @functools.lru_cache(1024)

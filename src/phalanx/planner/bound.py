@@ -18,12 +18,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from phalanx.account.parameters import num_parameters
+from phalanx.account.parameters import BlockKind, block_kinds, block_parameters, num_parameters
 from phalanx.account.planned import DecoderModel, PlannedStep
-from phalanx.comm.axes import AXIS_SETS, DENSE
+from phalanx.comm.axes import AXIS_SETS, DENSE, EXPERT, ParameterAxes
 from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.cut import cut_of, schedule_of, splits_backward
 from phalanx.planner import network
@@ -40,12 +40,12 @@ _CALLS = 8
 """Least number of tp all-gathers and reduce-scatters of a block, forward and backward."""
 
 _INPUTS, _HEAD, _MESSAGE = "inputs", "head", "message"
-"""Keys of a stage's parts other than blocks; the key of a block is its window."""
+"""Keys of a stage's parts other than blocks; the key of a block is its kind."""
 
 Step = PlannedStep[DecoderModel]
 
-Parts = Mapping[int | str | None, int]
-"""Key of a part -> number of these parts: blocks by window, inputs, heads and messages."""
+Parts = Mapping[BlockKind | str, int]
+"""Key of a part -> number of these parts: blocks by kind, inputs, heads and messages."""
 
 
 def bound_s(planned: Step, cluster: Cluster, software: Software) -> float:
@@ -55,13 +55,13 @@ def bound_s(planned: Step, cluster: Cluster, software: Software) -> float:
         StrategyError: the strategy cannot split the model.
     """
     least_s, blocks = _pipeline(planned.with_one_data_axis, cluster, software)
-    sent_s, overlap = _sent_s(planned, blocks, cluster, software), software.overlap
+    weights, overlap = _weights(planned, blocks), software.overlap
+    sent_s = _sent_s(planned, weights, cluster, software)
     # As in `price`, with the bound in place of the compute time: compute hides no more than that.
     exposed_s = max(sent_s - overlap * least_s, 0.5 * (1 - overlap) * sent_s)
     optimizer_s = 0.0
     if cluster.device.core is None:
-        of_block, embedding = _weights(planned)
-        num = (of_block * blocks + embedding) / planned.strategy.num_shards
+        num = sum(each.total / each.num_shards for each in weights)
         optimizer_s = 4 * ADAM_WORDS * num / (cluster.device.bandwidth * MEMORY)
     return least_s + exposed_s + optimizer_s
 
@@ -82,9 +82,8 @@ def balanced_s(planned: Step, cluster: Cluster, software: Software) -> float:
         StrategyError: the strategy cannot split the model.
     """
     seconds, _ = _seconds(_of_one_kind(planned.with_one_data_axis), cluster, software)
-    shape = planned.model.shape
-    parts = [shape.window_of(number) for number in range(shape.num_layers)]
-    model_s = sum(seconds[part] for part in (_INPUTS, _HEAD, *parts))
+    parts = _INPUTS, _HEAD, *block_kinds(planned.model.shape)
+    model_s = sum(seconds[part] for part in parts)
     return planned.accumulation * model_s / planned.strategy.pp.degree
 
 
@@ -96,7 +95,9 @@ def _of_one_kind(planned: Step) -> Step:
 
 
 @functools.lru_cache(maxsize=1 << 15)
-def _pipeline(planned: Step, cluster: Cluster, software: Software) -> tuple[float, int]:
+def _pipeline(
+    planned: Step, cluster: Cluster, software: Software
+) -> tuple[float, tuple[BlockKind, ...]]:
     """Return the bound without dp and fsdp, in seconds, and the blocks of the first rank."""
     strategy, num = planned.strategy, planned.accumulation
     ranks = _of_ranks(strategy.pp, strategy.cut, planned.model.shape)
@@ -114,7 +115,10 @@ def _pipeline(planned: Step, cluster: Cluster, software: Software) -> tuple[floa
         + sum(of * around[part] for part, of in rank.before.items())
         for rank in ranks
     )
-    return least_s, sum(of for part, of in ranks[0].own.items() if not isinstance(part, str))
+    first = ranks[0].own.items()
+    return least_s, tuple(
+        part for part, of in first if isinstance(part, BlockKind) for _ in range(of)
+    )
 
 
 class _OfRank(NamedTuple):
@@ -129,19 +133,18 @@ def _of_ranks(pp: Axis, cut: tuple[int, ...], shape: ModelShape) -> list[_OfRank
     """Return the first pipeline rank, and the last rank of each set of ranks with equal parts."""
     strategy, last = Strategy(pp=pp, cut=cut), shape.num_layers + 1
     links_of, schedule = cut_of(strategy, shape), schedule_of(strategy, 1)
-    parts: list[Counter[int | str | None]] = []
+    kinds = block_kinds(shape)
+    parts: list[Counter[BlockKind | str]] = []
     for stage, links in enumerate(links_of):
-        of = Counter[int | str | None](
-            shape.window_of(link - 1) for link in links if 0 < link < last
-        )
+        of = Counter[BlockKind | str](kinds[link - 1] for link in links if 0 < link < last)
         of[_INPUTS], of[_HEAD] = int(0 in links), int(last in links)
         # A message counts for each neighbour stage on another rank: one forward, one in backward.
         beside = schedule.rank_of[max(0, stage - 1) : stage + 2]
         of[_MESSAGE] = sum(rank != schedule.rank_of[stage] for rank in beside)
         parts.append(of)
-    distinct: dict[frozenset[tuple[int | str | None, int]], _OfRank] = {}
+    distinct: dict[frozenset[tuple[BlockKind | str, int]], _OfRank] = {}
     for rank in range(pp.degree):
-        own, before = Counter[int | str | None](), Counter[int | str | None]()
+        own, before = Counter[BlockKind | str](), Counter[BlockKind | str]()
         for stage in schedule.stages_of(rank):
             own.update(parts[stage])
         for stage in range(schedule.stages_of(rank)[0]):
@@ -150,7 +153,7 @@ def _of_ranks(pp: Axis, cut: tuple[int, ...], shape: ModelShape) -> list[_OfRank
     return [*distinct.values()]
 
 
-Seconds = Mapping[int | str | None, float]
+Seconds = Mapping[BlockKind | str, float]
 """Key of a part -> a lower bound of its seconds for one microbatch."""
 
 
@@ -170,21 +173,59 @@ def _seconds(planned: Step, cluster: Cluster, software: Software) -> tuple[Secon
     )
     sent = network.group_of(axes, ("pp",)), stream_bytes / tp, 1
     message_s = network.seconds("send", *sent, cluster, software)
-    windows = dict.fromkeys(shape.window_of(number) for number in range(shape.num_layers))
-    parts = {each: part_seconds(planned, device, software, each) for each in windows}
+    kinds = dict.fromkeys(block_kinds(shape))
+    parts = {each: part_seconds(planned, device, software, each) for each in kinds}
     any_part = next(iter(parts.values()))
-    ends: dict[int | str | None, float] = {
+    ends: dict[BlockKind | str, float] = {
         _INPUTS: any_part.inputs.alone,
         _HEAD: any_part.head.alone,
     }
     both, forward = ends | {_MESSAGE: message_s}, ends | {_MESSAGE: message_s / 2}
-    for window, of in parts.items():
+    for kind, of in parts.items():
         whole = DeviceHostSeconds(*map(sum, zip(of.block, of.again_and_backward, strict=True)))
-        both[window], forward[window] = whole.with_collectives(tensor), of.block.alone
+        both[kind], forward[kind] = whole.with_collectives(tensor), of.block.alone
     return both, forward
 
 
-def _sent_s(planned: Step, blocks: int, cluster: Cluster, software: Software) -> float:
+class _Weights(NamedTuple):
+    """Parameters of the first rank, before fsdp splits them, that have equal axes.
+
+    Attributes:
+        axes: the axes that fsdp shards them over, and `num_shards` the number of shards.
+        blocks: parameters of each block.
+        others: parameters of the embedding.
+    """
+
+    axes: ParameterAxes
+    num_shards: int
+    blocks: tuple[float, ...]
+    others: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self.blocks) + self.others
+
+
+def _weights(planned: Step, kinds: Sequence[BlockKind]) -> list[_Weights]:
+    """Return the parameters of the first rank: all but experts, and the experts."""
+    shape, strategy = planned.model.shape, planned.strategy
+    tp, ep = strategy.tp.degree, strategy.ep.degree
+    blocks = [block_parameters(shape, has_experts=kind.has_experts) for kind in kinds]
+    if shape.lora is not None:  # only their gradients are certain to be sent
+        adapters = tuple(block.adapters / tp for block in blocks)
+        return [_Weights(DENSE, strategy.num_shards, adapters)]
+    dense = tuple((block.attention + block.mlp) / tp for block in blocks)
+    embedding = num_parameters(shape).embedding / tp
+    experts = tuple(block.experts / tp / ep for block in blocks if block.experts)
+    return [
+        _Weights(DENSE, strategy.num_shards, dense, embedding),
+        _Weights(EXPERT, strategy.num_expert_shards // ep, experts or (0.0,)),
+    ]
+
+
+def _sent_s(
+    planned: Step, weights: Sequence[_Weights], cluster: Cluster, software: Software
+) -> float:
     """Return a lower bound of dp and fsdp communication of the first rank: embedding and blocks.
 
     zero3 gathers twice and reduces once for each microbatch; zero2 gathers once a step. Each block
@@ -192,35 +233,29 @@ def _sent_s(planned: Step, blocks: int, cluster: Cluster, software: Software) ->
     Gradients have 32 bits.
     """
     strategy, num = planned.strategy, planned.accumulation
-    of_block, embedding = (_ITEM_BYTES * each for each in _weights(planned))
-    least_s, reductions = 0.0, 1
-    if strategy.fsdp.degree > 1:
-        kind = strategy.fsdp.kind
-        # Calls for each block, in one step of `num` microbatches:
-        #
-        #     zero1    gather                  1             reduce    1
-        #     zero2    gather                  1             reduce    num
-        #     zero3    gather, and again for   num, 2 num    reduce    num
-        #              backward but in the last block, which backward begins with
-        gathers = max(0, 2 * blocks - 1) * num if kind == "zero3" else blocks
-        once, times = (num if kind == "zero3" else 1), (1 if kind == "zero1" else num)
-        reductions = blocks * times
-        sent = of_block * (gathers + 2 * reductions) + embedding * (once + 2 * times)
-        part = 1 - 1 / strategy.num_shards
-        of = "all_gather", AXIS_SETS[DENSE.shards], part * sent, gathers + reductions
-        least_s, reductions = _least_s(planned, *of, cluster, software), blocks
-    gradients = 2 * (of_block * blocks + embedding) / strategy.num_shards
-    of = "all_reduce", ("dp",), 2 * gradients * (1 - 1 / strategy.dp.degree), reductions
-    return least_s + _least_s(planned, *of, cluster, software)
-
-
-def _weights(planned: Step) -> tuple[float, float]:
-    """Return the parameters of a block, and of the embedding, on a rank before fsdp splits them."""
-    count, tp = num_parameters(planned.model.shape), planned.strategy.tp.degree
-    num_layers = planned.model.shape.num_layers
-    if count.adapters:  # only their gradients are certain to be sent
-        return count.adapters / num_layers / tp, 0.0
-    return (count.attention + count.mlp) / num_layers / tp, count.embedding / tp
+    kind, has_shards = strategy.fsdp.kind, strategy.fsdp.degree > 1
+    least_s = 0.0
+    for each in weights:
+        of_blocks, reductions = sum(each.blocks), 1
+        if has_shards:
+            # Calls for each block, in one step of `num` microbatches:
+            #
+            #     zero1    gather                  1             reduce    1
+            #     zero2    gather                  1             reduce    num
+            #     zero3    gather, and again for   num, 2 num    reduce    num
+            #              backward but in the last block, which backward begins with
+            blocks, is_whole = len(each.blocks), kind == "zero3"
+            gathers = max(0, 2 * blocks - 1) * num if is_whole else blocks
+            gathered = (2 * of_blocks - max(each.blocks)) * num if is_whole else of_blocks
+            once, times = (num if is_whole else 1), (1 if kind == "zero1" else num)
+            sent = gathered + 2 * of_blocks * times + each.others * (once + 2 * times)
+            part = _ITEM_BYTES * (1 - 1 / each.num_shards)
+            of = "all_gather", AXIS_SETS[each.axes.shards], part * sent, gathers + blocks * times
+            least_s, reductions = least_s + _least_s(planned, *of, cluster, software), blocks
+        gradients = 2 * _ITEM_BYTES * each.total / each.num_shards
+        of = "all_reduce", ("dp",), 2 * gradients * (1 - 1 / strategy.dp.degree), reductions
+        least_s += _least_s(planned, *of, cluster, software)
+    return least_s
 
 
 def _least_s(

@@ -10,7 +10,9 @@ all its ranks inside that unit: 8 neighbors have 8 links. In a full mesh, a coll
 links to the other members, and a point-to-point message uses one link. The bandwidth is the lowest
 over the levels that the group crosses. All-gather and reduce-scatter go around a ring, where each
 hop has the largest latency; all-reduce goes up and down a tree (NCCL; Thakur et al., Optimization
-of collective communication operations in MPICH, 2005).
+of collective communication operations in MPICH, 2005). In an all-to-all a rank sends to each other
+rank directly, at once: data for ranks of another unit are sent over the rank's own way out of its
+unit, beside data for ranks of its unit.
 """
 
 from __future__ import annotations
@@ -91,15 +93,32 @@ def reach(group: GroupLayout, cluster: Cluster, software: Software) -> GroupLink
 
 def hops(op: str, size: int) -> float:
     """Return the number of sequential hops of one call."""
-    if op == "send":
+    if op in ("send", "all_to_all"):
         return 1
     return 2 * math.log2(size) if op == "all_reduce" else size - 1
 
 
 def seconds(
-    op: str, group: GroupLayout, sent_bytes: float, calls: int, cluster: Cluster, software: Software
+    op: str,
+    group: GroupLayout,
+    sent_bytes: float,
+    calls: int,
+    cluster: Cluster,
+    software: Software,
+    copies: int = 1,
 ) -> float:
-    """Return the time of `calls` collectives in which a rank sends `sent_bytes` in total."""
+    """Return the time of `calls` collectives in which a rank sends `sent_bytes` in total.
+
+    Args:
+        op: name of the collective.
+        group: its ranks.
+        sent_bytes: bytes that a rank sends to others in all calls.
+        calls: number of calls.
+        cluster: the devices and their links.
+        software: constants of the training program.
+        copies: in an all-to-all, number of ranks to which a row goes; of a program that sends a row
+            once to each other unit, fewer bytes leave a unit.
+    """
     if group.size == 1 or not calls:
         return 0.0
     inside = cluster.levels[0]
@@ -111,11 +130,38 @@ def seconds(
         alone_s = calls * ring(op, group.size, 0)[0] * hop_s + sent_bytes / cost.bandwidth
         return alone_s * (1.0 if cluster.device.core is None else link.in_step)
     found = reach(group, cluster, software)
+    if op == "all_to_all":
+        call_s = found.latency_s + software.call_s
+        return calls * call_s + sent_bytes * _per_byte_s(group, cluster, software, copies)
     bandwidth = found.bandwidth
     if op == "send":
         bandwidth = min(bandwidth, reach(GroupLayout(2, group.stride), cluster, software).bandwidth)
     call_s = hops(op, group.size) * found.latency_s + software.call_s
     return calls * call_s + sent_bytes / bandwidth
+
+
+def _per_byte_s(group: GroupLayout, cluster: Cluster, software: Software, copies: int) -> float:
+    """Return the seconds for each byte that a rank sends in an all-to-all."""
+    # 16 ranks, stride 1, servers of 8 devices: of the 15 peers 7 are in the rank's server, 8 are
+    # behind its way out. Both parts are sent at once, so the slower one counts.
+    longest, inside = 0.0, 1
+    apart = group.size * group.stride // cluster.levels[0].devices
+    for number, level in enumerate(cluster.levels):
+        is_last = number == len(cluster.levels) - 1
+        members = group.size if is_last else min(group.size, max(1, level.devices // group.stride))
+        if members > inside:
+            part = software.outer_bandwidth if number else software.inner_bandwidth
+            bandwidth = level.link.among(members) * level.link.congestion_at(apart).bandwidth
+            peers = (members - inside) / (group.size - 1)
+            if number and software.sends_rows_once:
+                # Of U units, k copies at random reach 1 - (1 - 1/U)^k of each: in place of k rows
+                # to all, U x that.
+                units = members / inside
+                peers *= units * (1 - (1 - 1 / units) ** copies) / copies
+            longest, inside = max(longest, peers / (bandwidth * part)), members
+        if inside == group.size:
+            break
+    return longest
 
 
 def num_units(cluster: Cluster) -> int:

@@ -13,6 +13,9 @@ The time of operations is a roofline with measured efficiencies:
 
 A product of few tiles leaves SMs idle in its last wave (NVIDIA, Matrix multiplication background
 user guide, section 4). A short inner size k gives little compute to overlap with loads.
+
+A grouped product of experts runs the tiles of all of them in one call. An expert of few rows fills
+a part of its last tile, which counts as a whole one; in a weight's gradient few rows are a short k.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any, Final, NamedTuple
 
 from phalanx.account.count import Case, Work, one_block_shape, work_of
 from phalanx.account.module import AnyModule
+from phalanx.account.parameters import BlockKind, block_kinds
 from phalanx.account.planned import DecoderModel, PlannedStep
 from phalanx.account.recorder import Operation
 from phalanx.planner.machine import Core, Device
@@ -132,10 +136,15 @@ def _seconds(of: Operation, device: Device, software: Software, peak: float) -> 
             #     132 SMs, 150 tiles    wave 1  132 tiles    wave 2  18 tiles, 114 SMs idle
             #
             # Of the 264 places of two waves 150 are used, 57 %; the speed counts as the root, 75 %.
-            tiles = math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
+            tiles = of.groups * math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
             shape *= math.sqrt(tiles / (math.ceil(tiles / device.chip.sms) * device.chip.sms))
-            shape *= _UNALIGNED if columns % 64 or inner % 64 else 1.0
+            if of.groups > 1:
+                shape *= rows / (math.ceil(rows / _TILE[0]) * _TILE[0])
+            elif columns % 64 or inner % 64:
+                shape *= _UNALIGNED
         efficiency = products * shape
+        if of.groups > 1:
+            efficiency *= software.grouped / software.speed_up
         return max(of.flops / (peak * efficiency), of.num_bytes / bandwidth)
     if not of.scores:
         return software.fusion * of.num_bytes / bandwidth
@@ -182,9 +191,9 @@ class PartSeconds(NamedTuple):
 
 
 def part_seconds(
-    step: PlannedStep[DecoderModel], device: Device, software: Software, window: int | None
+    step: PlannedStep[DecoderModel], device: Device, software: Software, kind: BlockKind
 ) -> PartSeconds:
-    """Return the times of the parts of a model whose blocks have the window `window`.
+    """Return the times of the parts of a model whose blocks are of one kind.
 
     Raises:
         StrategyError: the strategy cannot split the model.
@@ -193,7 +202,7 @@ def part_seconds(
     if kept.segment_size(model.shape.num_layers) is not None:
         kept = dataclasses.replace(kept, kind="full", option=None)
     case = Case(
-        shape=one_block_shape(model.shape, window, model.seq_len),
+        shape=one_block_shape(model.shape, kind, model.seq_len),
         strategy=dataclasses.replace(strategy.of_block, recompute=kept),
         seq_len=model.seq_len,
         num_sequences=step.microbatch,
@@ -202,12 +211,13 @@ def part_seconds(
         device="cpu" if device.kind == "cpu" else "cuda",
         has_casts=strategy.tp.degree == strategy.fsdp.degree == 1,
     )
-    return _of_case(case, device, software)
+    busiest = model.imbalance if strategy.ep.degree > 1 else 1.0
+    return _of_case(case, device, software, busiest)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _of_case(case: Case, device: Device, software: Software) -> PartSeconds:
-    work = work_of(case)
+def _of_case(case: Case, device: Device, software: Software, imbalance: float) -> PartSeconds:
+    work = Work(*(tuple(_of_busiest(op, imbalance) for op in part) for part in work_of(case)))
     ranks = case.strategy.ring_ranks
     if device.core is not None:
         slowdown = ring_slowdown(case.strategy, case.seq_len, case.precision)
@@ -245,6 +255,18 @@ def _of_case(case: Case, device: Device, software: Software) -> PartSeconds:
     return PartSeconds(*map(seconds, work), attention=seconds(attention).device)
 
 
+def _of_busiest(of: Operation, imbalance: float) -> Operation:
+    """Return a grouped product with the rows of the rank whose experts get the most."""
+    if of.groups == 1 or imbalance == 1:
+        return of
+    rows, columns, inner = of.product
+    # Of a weight's gradient the rows of all experts are the inner size, which does not change its
+    # speed much: its FLOPs alone grow.
+    return of._replace(
+        flops=round(of.flops * imbalance), product=(round(rows * imbalance), columns, inner)
+    )
+
+
 _PLAIN, _FLASH = (1.25, 150.0), (1.0, 12.0)
 _RING_COST: Final = {"float16": _PLAIN, "bfloat16": _PLAIN, "float32": _FLASH, "float64": _FLASH}
 """Precision -> factor and positions, by which a ring's attention on a CPU takes factor + positions
@@ -271,6 +293,7 @@ class LinkSeconds(NamedTuple):
         backward: its backward and recomputation.
         attention: device seconds of attention in both.
         is_block: whether tp and rings communicate in the link.
+        has_experts: whether ep communicates in the link.
         sent_bytes: bytes of its output; None if the plan's traffic has them.
     """
 
@@ -278,6 +301,7 @@ class LinkSeconds(NamedTuple):
     backward: DeviceHostSeconds
     attention: float = 0.0
     is_block: bool = False
+    has_experts: bool = False
     sent_bytes: int | None = None
 
 
@@ -301,12 +325,16 @@ def link_seconds(step: PlannedStep[Any], device: Device, software: Software) -> 
             links.append(LinkSeconds(*of, sent_bytes=link.output))
         return links
     shape = step.model.shape
-    windows = [shape.window_of(number) for number in range(shape.num_layers)]
-    parts = {each: part_seconds(step, device, software, each) for each in dict.fromkeys(windows)}
+    kinds = block_kinds(shape)
+    parts = {each: part_seconds(step, device, software, each) for each in dict.fromkeys(kinds)}
     blocks = {
-        window: LinkSeconds(of.block, of.again_and_backward, of.attention, is_block=True)
-        for window, of in parts.items()
+        kind: LinkSeconds(
+            *(of.block, of.again_and_backward, of.attention),
+            is_block=True,
+            has_experts=kind.has_experts,
+        )
+        for kind, of in parts.items()
     }
-    first = parts[windows[0]]
+    first = parts[kinds[0]]
     ends = [LinkSeconds(of, NOTHING) for of in (first.inputs, first.head)]
-    return [ends[0], *(blocks[window] for window in windows), ends[1]]
+    return [ends[0], *(blocks[kind] for kind in kinds), ends[1]]

@@ -3,7 +3,7 @@
 The price is of the step that `train` runs: the operations of a block, counted on the meta device
 (account/count.py), and the traffic, the cut and the schedule of the plan. No process is started.
 
-    a stage     forward  = blocks x block + collectives of tp and of rings
+    a stage     forward  = blocks x block + collectives of tp and of rings, exchanges of ep
                 backward = blocks x (backward + again) + their collectives
     the step    the schedule of the pipeline with these times, messages included
                 + exposed communication of dp and fsdp + the optimizer
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from phalanx.account.activations import microbatches_for_peak
-from phalanx.account.planned import PlannedStep
+from phalanx.account.planned import DecoderModel, PlannedStep
 from phalanx.comm.axes import axes_of
 from phalanx.comm.ledger import Entry
 from phalanx.parallel.pipeline.schedule import Schedule
@@ -44,6 +44,7 @@ class Price:
         compute_s: compute time of the busiest rank.
         tensor_s: time of tp collectives on the busiest rank, none of which is overlapped.
         ring_s: time of ring communication that attention does not overlap.
+        experts_s: time in which tokens travel to the ranks of their experts and back, over ep.
         bubble_s: time in which the busiest rank waits for other stages, messages included.
         sent_s: time of all dp and fsdp communication.
         exposed_s: part of `sent_s` that compute does not overlap.
@@ -56,6 +57,7 @@ class Price:
     compute_s: float
     tensor_s: float
     ring_s: float
+    experts_s: float
     bubble_s: float
     sent_s: float
     exposed_s: float
@@ -67,7 +69,7 @@ class Price:
     @property
     def step_s(self) -> float:
         """Seconds of a step."""
-        parts = self.compute_s, self.tensor_s, self.ring_s, self.bubble_s
+        parts = self.compute_s, self.tensor_s, self.ring_s, self.experts_s, self.bubble_s
         return sum(parts) + self.exposed_s + self.optimizer_s
 
     @property
@@ -104,6 +106,8 @@ def price(step: PlannedStep[Any], cluster: Cluster, software: Software) -> Price
     compute_s = num * sum(of.times.forward + of.times.backward for of in busy)
     tensor_s = num * sum(of.tensor_s for of in busy)
     ring_s = num * sum(of.ring_s for of in busy)
+    experts_s = num * sum(of.experts_s for of in busy)
+    around_s = tensor_s + ring_s + experts_s
     pipeline_s = compute_s
     if strategy.pp.degree > 1:
         pipeline_s = stages.step_s(strategy, num, times)
@@ -113,7 +117,7 @@ def price(step: PlannedStep[Any], cluster: Cluster, software: Software) -> Price
     #     compute    |-- forward --|---------- backward ----------|
     #     dp, fsdp            |== hidden: overlap x compute ==|=== exposed ===|
     sent_s = costs.sent_s()
-    hidden_s = min(software.overlap * (compute_s - tensor_s - ring_s), sent_s)
+    hidden_s = min(software.overlap * (compute_s - around_s), sent_s)
     exposed_s = max(sent_s - hidden_s, 0.5 * (1 - software.overlap) * sent_s)
     if job.device.core is not None:  # on CPU, the same cores send and compute
         exposed_s = sent_s
@@ -126,12 +130,13 @@ def price(step: PlannedStep[Any], cluster: Cluster, software: Software) -> Price
     # fills a part of these gaps, so only the remainder counts as a bubble.
     # Ranks that share a core take turns: a rank that waits for a stage leaves its turns to others.
     share = min(1.0, job.device.cores)
-    alone_s = compute_s - tensor_s - ring_s
+    alone_s = compute_s - around_s
     bubble_s = max(0.0, pipeline_s - compute_s - (1 / share - 1) * alone_s)
     return Price(
         compute_s=alone_s / share,
         tensor_s=tensor_s,
         ring_s=ring_s,
+        experts_s=experts_s,
         bubble_s=bubble_s,
         sent_s=sent_s,
         exposed_s=exposed_s,
@@ -144,11 +149,12 @@ def price(step: PlannedStep[Any], cluster: Cluster, software: Software) -> Price
 
 @dataclass(frozen=True)
 class StageCost:
-    """Seconds of a stage for one microbatch, and the tp and ring communication among them."""
+    """Seconds of a stage for one microbatch, and communication of tp, rings and ep among them."""
 
     times: StageTimes
     tensor_s: float
     ring_s: float
+    experts_s: float
 
 
 class _AroundBlock(NamedTuple):
@@ -158,6 +164,13 @@ class _AroundBlock(NamedTuple):
     backward: DeviceHostSeconds
     tensor_s: float
     ring_s: float
+
+
+class _Exchange(NamedTuple):
+    """Seconds of the exchange of one block's rows over ep, for one microbatch."""
+
+    forward: float
+    backward: float
 
 
 class _Costs:
@@ -179,6 +192,8 @@ class _Costs:
         # above of the exposed time that needs no time of its own for each kind.
         attention_s = min((link.attention for link in blocks), default=0.0)
         around = self._around_block(attention_s, num_blocks)
+        num_sparse = sum(links[at].has_experts for stage in of_first for at in cut[stage])
+        exchange = self._exchange(num_sparse)
         group = network.group_of(self.step.strategy.mesh_axes(), ("pp",))
         stages: list[StageCost] = []
         for stage in cut:
@@ -187,6 +202,9 @@ class _Costs:
             others = [link for link in of_stage if not link.is_block]
             forward = sum(link.forward.with_collectives(around.forward) for link in within)
             backward = sum(link.backward.with_collectives(around.backward) for link in within)
+            num_sparse = sum(link.has_experts for link in within)
+            forward += num_sparse * exchange.forward
+            backward += num_sparse * exchange.backward
             forward = sum((link.forward.alone for link in others), start=forward)
             backward = sum((link.backward.alone for link in others), start=backward)
             if (sent := of_stage[-1].sent_bytes) is None:
@@ -195,7 +213,9 @@ class _Costs:
                 message_s = network.seconds("send", group, sent, 1, self.job, self.software)
             times = StageTimes(forward, backward, message_s)
             num = len(within)
-            stages.append(StageCost(times, num * around.tensor_s, num * around.ring_s))
+            of_experts_s = num_sparse * (exchange.forward + exchange.backward)
+            of = num * around.tensor_s, num * around.ring_s, of_experts_s
+            stages.append(StageCost(times, *of))
         return stages
 
     def _around_block(self, attention_s: float, num_blocks: int) -> _AroundBlock:
@@ -213,7 +233,7 @@ class _Costs:
                 device += self._entry_s(entry) / num_blocks
                 host += entry.calls * host_call_s / num_blocks
                 tensor[entry.phase] = DeviceHostSeconds(device, host)
-            elif entry.axis == POSITIONS and entry.phase != "agree":
+            elif entry.axis == POSITIONS and entry.phase != "agree" and not _is_of_data(entry):
                 ring_s += self._entry_s(entry) / num_blocks
         # Attention overlaps ring communication, except on CPU, where the same cores do both.
         ring_s = max(0.0, ring_s - (attention_s if self.job.device.core is None else 0.0))
@@ -221,6 +241,33 @@ class _Costs:
             DeviceHostSeconds(of.device + ring_s / 2, of.host) for of in tensor.values()
         )
         return _AroundBlock(forward, backward, sum(of.device for of in tensor.values()), ring_s)
+
+    def _exchange(self, num_blocks: int) -> _Exchange:
+        """Return the seconds in which ep sends rows of one block there and back, a microbatch.
+
+        The plan's traffic has the expected bytes: of the rows that a rank selects, the part
+        (ep - 1) / ep leaves the rank. The busiest rank receives `imbalance` times as many, and
+        its peers wait for it. Ranks of tp have equal rows: a program that sends rows once sends a
+        part from each. Compute does not hide the exchange. The plan's traffic is of the first
+        pipeline rank, which has `num_blocks` of the blocks with experts.
+        """
+        if not num_blocks:
+            return _Exchange(0.0, 0.0)
+        model: DecoderModel = self.step.model
+        assert model.shape.experts is not None
+        copies = model.shape.experts.top_k
+        of = {
+            name: sum(
+                self._entry_s(entry, copies)
+                for entry in self._of_microbatch
+                if entry.axis == "ep" and entry.phase == name and not _is_of_data(entry)
+            )
+            for name in ("forward", "backward")
+        }
+        each = model.imbalance / num_blocks
+        if self.software.sends_rows_once:
+            each /= self.step.strategy.tp.degree
+        return _Exchange(of["forward"] * each, of["backward"] * each)
 
     @functools.cached_property
     def _traffic(self) -> tuple[list[Entry], list[Entry]]:
@@ -247,12 +294,12 @@ class _Costs:
             further.append(each)
         return further
 
-    def _entry_s(self, entry: Entry) -> float:
+    def _entry_s(self, entry: Entry, copies: int = 1) -> float:
         strategy = self.step.strategy
         axes = strategy.mesh_axes()
         group = network.group_of(axes, axes_of(entry.axis, axes))
         of = entry.op, group, entry.sent_bytes, entry.calls
-        return network.seconds(*of, self.job, self.software)
+        return network.seconds(*of, self.job, self.software, copies)
 
     @functools.cached_property
     def _message_s(self) -> float:
@@ -295,7 +342,10 @@ def tensor_host_s(strategy: Strategy, job: Cluster, software: Software) -> float
 
 
 def _is_of_data(entry: Entry) -> bool:
-    return bool({"dp", "fsdp"} & {*entry.axis.split("_")}) and entry.phase != "agree"
+    """Return whether gradients or weights are sent, also summed over cp or ep alone."""
+    axes = {*entry.axis.split("_")}
+    sums = entry.op == "all_reduce" and not axes.isdisjoint((POSITIONS, "ep"))
+    return (sums or not axes.isdisjoint(("dp", "fsdp"))) and entry.phase != "agree"
 
 
 def timeline(step: PlannedStep[Any], cluster: Cluster, software: Software) -> Timeline | None:

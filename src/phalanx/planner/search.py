@@ -43,6 +43,7 @@ _MOST_CHUNKS: Final = 8
 _MOST_TP: Final = 64
 _MOST_PP: Final = 64
 _MOST_RING: Final = 64
+_MOST_EP: Final = 64
 _LEAST_TOKENS: Final = 2048
 """Least tokens of a sequence on one rank; with fewer, a ring waits for its messages."""
 
@@ -160,7 +161,7 @@ def _search(question: OfDecoder, wanted: int, *, is_wide: bool) -> Found:
     num_legal = num_priced = 0
     for base, data in splits_with_data(question, is_wide=is_wide):
         num_legal += sum(family.num_steps for family in families(question, base, data))
-        rows = question.num_sequences // (cluster.num_devices // base.num_ranks)
+        rows = question.num_sequences // (cluster.num_devices * base.data_ranks // base.num_ranks)
         left: list[tuple[Axis, Axis]] = []
         # Weights, gradients and moments alone decide for most strategies, without a meta run.
         for size in microbatches(question, base, rows)[-1:]:  # the largest has the fewest gradients
@@ -375,7 +376,7 @@ def splits_with_data(
     num_devices = question.cluster.num_devices
     for base in _splits(question, is_wide=is_wide):
         replicas, rest = divmod(num_devices, base.num_ranks)
-        if not rest and question.num_sequences % replicas == 0:
+        if not rest and question.num_sequences % (replicas * base.data_ranks) == 0:
             yield base, [*of_data(replicas)]
 
 
@@ -424,6 +425,7 @@ def _splits(question: OfDecoder, *, is_wide: bool) -> Iterator[Strategy]:
         "pp": min(_MOST_PP, shape.num_layers),
         "tp": _MOST_TP if is_wide else min(_MOST_TP, question.cluster.levels[0].devices),
         POSITIONS: _MOST_RING if is_wide else max(1, question.model.seq_len // _LEAST_TOKENS),
+        "ep": 1 if shape.experts is None else min(_MOST_EP, shape.experts.num_experts),
     }
     axes = [name for name in AXES if name in most]
     most |= dict.fromkeys(question.without, 1)
@@ -434,6 +436,8 @@ def _splits(question: OfDecoder, *, is_wide: bool) -> Iterator[Strategy]:
             strategy = strategy.with_degree(name, degree)
         tp = strategy.tp.degree
         if shape.num_heads % tp or shape.num_kv_heads % tp:
+            continue
+        if shape.experts is not None and shape.experts.num_experts % strategy.ep.degree:
             continue
         degree = strategy.sample_shards
         for kind in KINDS[POSITIONS] if degree > 1 else [getattr(strategy, POSITIONS).kind]:

@@ -24,7 +24,9 @@ class Software:
     Attributes:
         products: speed of large matrix products, relative to the typical speed on the device.
         attention: speed of a fused attention kernel, relative to the typical speed on the device.
-        speed_up: speed of products in 8 or 4 bits, relative to 16 bits.
+        grouped: speed of grouped products of experts, relative to other products of as many tiles.
+        speed_up: speed of other products in 8 or 4 bits, relative to 16 bits; published runs with
+            experts gain nothing in grouped products, whose rows are converted expert by expert.
         fusion: bytes that memory-bound operations move, relative to unfused operators.
         launch_s: host time to launch one operation, backward's and Python's included; see
             benchmarks/gpu/README.md.
@@ -39,11 +41,14 @@ class Software:
         logit_bytes: bytes held per logit of a microbatch; 0 if the loss runs in chunks.
         has_plain_ring: a ring on a GPU attends in plain operators, not in a fused kernel.
         sends_parts: each tp rank sends a part of the output to the next stage.
+        sends_rows_once: ep sends a row once to each other unit, however many of its experts are
+            there, and from one rank of tp (DeepEP; DeepSeek-AI, DeepSeek-V3, 2024, section 3.2.2).
     """
 
     name: str
     products: float = 1.0
     attention: float = 1.0
+    grouped: float = 0.5
     speed_up: float = 1.0
     fusion: float = 1.0
     launch_s: float = 40e-6
@@ -57,6 +62,7 @@ class Software:
     logit_bytes: int = 0
     has_plain_ring: bool = False
     sends_parts: bool = False
+    sends_rows_once: bool = False
 
 
 _SOFTWARE = (
@@ -68,7 +74,7 @@ _SOFTWARE = (
              has_scores=True, overlap=0.98, inner_bandwidth=0.45, outer_bandwidth=0.78,
              sends_parts=True),
     Software(name="megatron-core", products=1.2, attention=1.2, fusion=0.72, overlap=0.29,
-             inner_bandwidth=0.89, outer_bandwidth=0.76),
+             inner_bandwidth=0.89, outer_bandwidth=0.76, sends_rows_once=True),
     Software(name="llm-foundry", products=0.95, attention=0.95, fusion=0.96, overlap=0.82,
              inner_bandwidth=0.79),
     Software(name="nanotron", products=0.93, attention=0.81, fusion=0.44,

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from phalanx.checkpoint.encoding import encoded
-from phalanx.checkpoint.optimizer_state import DRY_SHAPE, dry_state
+from phalanx.checkpoint.optimizer_state import AT_OWNERS, DRY_SHAPE, dry_state
 from phalanx.comm.comm import Comm
 from phalanx.comm.together import gather_objects
 from phalanx.config.fields import (
@@ -184,6 +184,11 @@ def optimizer_of(
             "trainer does not give; take another optimizer, or phalanx.init and a loop of your own"
         )
     check_kind(optimizer, ours, "phalanx.Trainer", comm)
+    if getattr(optimizer, "state_at_owners", False):
+        raise CheckpointError(
+            f"phalanx.Trainer: {type(optimizer).__name__} {AT_OWNERS}; take phalanx.init and a "
+            "loop of your own"
+        )
     # An optimizer that cannot step a dummy parameter is checked after its first real step.
     state = dry_state(optimizer, optimizer.param_groups[0]) or {}
     if words := unsavable_state(state, torch.Size(DRY_SHAPE)):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from phalanx.checkpoint.optimizer_state import AT_OWNERS
 from phalanx.comm.comm import Comm, local_shard
 from phalanx.errors import ScriptError
 from phalanx.parallel.plan import shard_of
@@ -220,8 +221,10 @@ def unsavable_state(state: Mapping[str, Any], shape: torch.Size) -> str:
 
 def warn_of_state(optimizer: torch.optim.Optimizer) -> None:
     """Warn, on the first rank, if a checkpoint cannot store the state of a stepped optimizer."""
+    is_owned = getattr(optimizer, "state_at_owners", False)
     for parameter, state in optimizer.state.items():
-        if (words := unsavable_state(state, parameter.shape)) and dist.get_rank() == 0:
+        words = AT_OWNERS if is_owned else unsavable_state(state, parameter.shape)
+        if words and dist.get_rank() == 0:
             warnings.warn(
                 f"{type(optimizer).__name__} {words}: run.save will save only the weights, and end "
                 f"the script; {HELD}",

@@ -81,7 +81,7 @@ KINDS: Final = {
         "ulysses": Kind("the same; heads are split where they attend"),
     },
     "ep": {
-        "all_to_all": Kind(),
+        "all_to_all": Kind("each process has some experts; tokens travel to their experts"),
     },
     "tp": {
         "1d": Kind("each layer is split, with sequence parallelism"),

@@ -22,7 +22,7 @@ from phalanx.config import OptimizerConfig
 from phalanx.errors import ScriptError
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.tensor.layers import is_transposed
-from phalanx.parallel.tensor.roles import bind_roles
+from phalanx.parallel.tensor.roles import roles_of
 from phalanx.parallel.whole_matrix import Matrix, Owners
 
 
@@ -310,6 +310,9 @@ class Muon(AdamW):
         # A fused AdamW skips a step that a GradScaler finds infinite by itself, and Muon does not.
         self._step_supports_amp_scaling = False
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # Adam's expects a step of every state
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with Muon's settings unless its `use_muon` is false."""
         is_muon = param_group.get("use_muon", True)
@@ -417,7 +420,7 @@ def muon_groups(model: nn.Module, roles: Mapping[str, str] | None = None) -> lis
     if isinstance(model, Decoder):
         hidden = {name: ((1,), 0) for name in hidden_matrices(dict(model.named_parameters()))}
     else:
-        maps = [each for each in bind_roles(model, roles) if each.role in ("column", "row")]
+        maps = [r for r in roles_of(model, roles).values() if r.role in ("column", "row")]
         hidden = {
             f"{each.name}.weight": (each.parts, int(is_transposed(each.module))) for each in maps
         }

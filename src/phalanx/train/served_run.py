@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from phalanx.config.validate import check_kind
 from phalanx.errors import ConfigError
 from phalanx.launch import rank_log
 from phalanx.launch.failure import report
@@ -34,6 +35,7 @@ def check(job: Job) -> None:
         ConfigError: a setting does not; the message names the nearest one that does.
     """
     config, consistency = job.config, consistency_of(job)
+    check_kind(config.optimizer, job.strategy)
     if job.device == "cuda":
         raise ConfigError(
             f"strategy {job.strategy} runs only on the CPU; the nearest is --device cpu"

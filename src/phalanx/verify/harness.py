@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.comm.comm import Ranks
-from phalanx.comm.ledger import Entry, Ledger
+from phalanx.comm.ledger import Entry
+from phalanx.comm.row_counts import RowCounts
 from phalanx.comm.together import broadcast_object
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import cast_batch, tensors_of
@@ -170,22 +171,23 @@ def verify_case(
 
     `at` tracks the module and phase in which this rank is.
     """
-    ledgers: list[Ledger] = []
+    runs: list[CaseRun] = []
 
     def opened(_is_again: bool) -> CaseRun:
-        run = CaseRun(case, strategy, comm)
-        ledgers.append(run.ledger)
-        return run
+        runs.append(CaseRun(case, strategy, comm))
+        return runs[-1]
 
     proof = Proof(str(strategy), strategy, case, opened, CaseRun.rows, CaseRun.take)
     verdict = prove(proof, at or Whereabouts())
-    entries = ledgers[0].entries()
-    sent = _sent(case, strategy, comm, entries) if comm.is_first else []
+    entries = runs[0].ledger.entries()
+    sent = _sent(case, strategy, comm, entries, runs[0].routed) if comm.is_first else []
     sent, entries = broadcast_object((sent, entries))
     return dataclasses.replace(verdict, sent=sent, entries=entries)
 
 
-def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry]) -> list[Sent]:
+def _sent(
+    case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry], routed: list[RowCounts]
+) -> list[Sent]:
     """Return the bytes this rank sent in the last step, each with the strategy's prediction."""
     if not entries:  # one rank, or the comparison ended before the last step
         return []
@@ -214,7 +216,7 @@ def _sent(case: Case, strategy: Strategy, comm: Ranks, entries: Sequence[Entry])
     )
     first_time = plan.header_traffic(sizes, list(itertools.chain(*before)))
     predicted = Counter[tuple[str, str, str]]()
-    for e in (*plan.traffic(sizes), *first_time):
+    for e in (*plan.traffic(sizes, routed), *first_time):
         predicted[e.phase, e.axis, e.op] += e.payload_bytes
     for phase, name in (("count", "data"), ("metrics", "loss")):  # valid tokens, and the loss
         for axis in comm.axes_of(name):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Ledger
+from phalanx.comm.row_counts import RowCounts, noted
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import cast_batch, count_rows
 from phalanx.errors import ConfigError
@@ -81,6 +82,7 @@ class CaseRun:
         comm: communicator of the job's ranks.
         step: the training step, over parameter servers if the strategy has them.
         ledger: bytes of the last step up to its gradients.
+        routed: rows that ranks sent each other's experts in that step.
     """
 
     def __init__(self, case: Case, strategy: Strategy, comm: Ranks) -> None:
@@ -88,6 +90,7 @@ class CaseRun:
         # DTensor warns, once per layout, that it gathers a weight axis by axis: no problem here.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         self.comm, self.ledger = comm, Ledger(comm)
+        self.routed: list[RowCounts] = []
         self._case, self._open = case, ExitStack()
         self._dropout_calls: dict[int, dict[str, int]] = {}
         model = in_training(case.build()).to(comm.device, case.torch_dtype)
@@ -135,6 +138,7 @@ class CaseRun:
             with observer.watching(microbatches):
                 with (
                     self.ledger if is_last else nullcontext(),
+                    noted() as self.routed,
                     self.step.watched(self.ledger.phase),
                 ):
                     gradients = self.step.compute_gradients(microbatches)

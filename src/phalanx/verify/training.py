@@ -56,7 +56,10 @@ def verify_training(strategy: Strategy, given: TrainConfig, folder: Path) -> lis
     folder = once(lambda: folder)
     config = first_run(given, strategy, folder)
     precision: Any = given.precision if given.precision in NARROW else "bfloat16"
-    narrow = dataclasses.replace(config, precision=precision, out=str(folder / "narrow"))
+    optimizer = dataclasses.replace(config.optimizer, ns_dtype="float32")  # as of the weights
+    narrow = dataclasses.replace(
+        config, precision=precision, out=str(folder / "narrow"), optimizer=optimizer
+    )
     options: dict[str, Any] = {
         "device": config.device,
         "threads": config.threads,

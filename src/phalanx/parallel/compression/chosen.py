@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 import torch
 
+from phalanx.comm.axes import DENSE
 from phalanx.comm.comm import Comm
 from phalanx.errors import ConfigError
 from phalanx.parallel.compression.compressor import Compressor
@@ -108,7 +109,7 @@ def measure_seconds(comm: Comm) -> dict[str, float]:
     """
     flat = torch.ones(PROBE, device=comm.device)
     ways: dict[str, Callable[[], object]] = {
-        "float32": lambda: comm.all_reduce(flat.fill_(1), "grad")
+        "float32": lambda: comm.all_reduce(flat.fill_(1), DENSE.sums)
     }
     for name in MEASURED:
         compressor = COMPRESSORS[name](comm)

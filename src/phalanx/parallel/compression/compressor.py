@@ -19,6 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from phalanx.comm.axes import DENSE
 from phalanx.comm.comm import Comm
 from phalanx.comm.pending import Pending
 
@@ -32,8 +33,10 @@ class Compressor(ABC):
     def __init__(self, comm: Comm) -> None:
         self.comm = comm
 
-    def start(self, number: int, flat: Tensor, parts: Sequence[Tensor]) -> Pending:
-        """Start to overwrite a bucket with its sum over all axes that reduce gradients.
+    def start(
+        self, number: int, flat: Tensor, parts: Sequence[Tensor], sums: str = DENSE.sums
+    ) -> Pending:
+        """Start to overwrite a bucket with its sum over the set of axes `sums`.
 
         All ranks of dp must call this, and wait for the returned `Pending`, in the same order.
 
@@ -41,8 +44,9 @@ class Compressor(ABC):
             number: number of the bucket, the same in each step.
             flat: the bucket, one-dimensional.
             parts: the gradients in the bucket, as views of `flat`.
+            sums: the axes over which they are partial, dp among them.
         """
-        for axis in self.comm.axes_of("grad"):
+        for axis in self.comm.axes_of(sums):
             if axis != AXIS:
                 self.comm.all_reduce(flat, axis)
         return self._start(number, flat, parts)

@@ -31,9 +31,11 @@ from phalanx.parallel.tensor.norm import split_norm
 from phalanx.parallel.tensor.operators import (
     column_parallel_linear,
     gather_features,
+    gather_terms,
     reduce_embedding,
     row_parallel_linear,
     shard,
+    sum_terms,
     unshard,
 )
 from phalanx.parallel.tensor.placed import ShardedParameter
@@ -56,7 +58,7 @@ class _Operation:
 
     kind: Literal[
         "columns", "row", "embedding", "gather", "scatter", "token", "logits", "loss", "norm",
-        "inner_norm",
+        "inner_norm", "experts",
     ]  # fmt: skip
     sizes: tuple[int, ...]
     compute: torch.dtype
@@ -103,7 +105,7 @@ def traffic(
         for times in (num_batches * number,)
         for entry in _entries(type(layout), grid, work, batch)
         for phase in phases_of(
-            entry.phase, recompute, work.kind not in ("norm", "inner_norm", "loss")
+            entry.phase, recompute, work.kind not in ("norm", "inner_norm", "loss", "experts")
         )
     ]
     # The gradients to be summed over tp, grouped by the axes of the sum, in the order of the model.
@@ -144,7 +146,7 @@ def _kinds(
     elif binding.role in ("norm", "inner_norm"):
         width = binding.module.get_parameter("weight").shape[0]
         yield binding.role, (width, int(subtracts_mean(binding.module)))
-    elif binding.role in ("embedding", "gather", "scatter", "token"):
+    elif binding.role in ("embedding", "gather", "scatter", "token", "experts"):
         yield binding.role, (width,)
 
 
@@ -187,6 +189,9 @@ def _forward(
         held = layout.column.shard(1, width, comm)
         looked_up = empty((num_rows, batch.length, len(held)), work.master)
         return [reduce_embedding(layout, looked_up)]
+    if work.kind == "experts":
+        full = gather_terms(layout, activation(residual), batch.length)
+        return [sum_terms(layout, full)]
     if work.kind == "gather":
         return [unshard(layout, activation(residual), residual, batch, width)]
     if work.kind == "scatter":

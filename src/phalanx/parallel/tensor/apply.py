@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from phalanx.comm.comm import Comm, Ranks
+from phalanx.comm.comm import Comm
 from phalanx.comm.dry_run import CountingComm
 from phalanx.errors import StrategyError
 from phalanx.parallel.batch_shape import BatchShape, batch_scope
@@ -109,13 +107,7 @@ def _shard(parameter: nn.Parameter, placed: ShardedParameter, layout: Layout) ->
     Raises:
         StrategyError: this PyTorch version replicates weights whose fused maps differ in size.
     """
-    full, spec, comm = parameter.detach(), placed.spec, layout.comm
-    if isinstance(comm, Ranks):
-        mesh = comm.model_mesh
-    else:  # for planning, without process groups
-        sizes, names = tuple(comm.axes.values()), tuple(comm.axes)
-        ranks = torch.arange(math.prod(sizes)).view(sizes)
-        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=comm.rank)
+    full, spec, mesh = parameter.detach(), placed.spec, layout.comm.model_mesh
     # Every rank has the full parameter: the first one's values count, as in one process.
     if not full.is_meta:
         layout.comm.broadcast(full, "tp")

@@ -33,6 +33,19 @@ def check(
             f"{Strategy(tp=strategy.tp)}: '{adapter}' is a low-rank map, which "
             f"{strategy.tp.kind} cannot split; use tp{strategy.tp.degree}"
         )
+    for experts in (binding for binding in bindings if binding.role == "experts"):
+        name, tp = experts.name, Strategy(tp=strategy.tp)
+        if strategy.tp.kind not in ("1d", "megatron"):
+            raise StrategyError(
+                f"{tp}: '{name}' is a branch with experts, which {strategy.tp.kind} cannot split; "
+                f"the nearest is tp{strategy.tp.degree}"
+            )
+        for other, parameter in experts.module.named_parameters():
+            if parameter.ndim == 1 or ".lora_" in other:
+                raise StrategyError(
+                    f"{tp}: '{name}.{other}' is a bias or an adapter in a branch with experts, "
+                    "which tp does not split; use dp or ep"
+                )
     problem = next(_problems(bindings, parameters, layout), None)
     if problem is not None:
         nearest = _nearest(bindings, parameters, strategy.tp)

@@ -18,6 +18,7 @@ Modules and parameter names stay the same; the parameters become DTensors. The r
     gather     acts on full residual (pooler)      residual -> full
     full       acts on full tensors                full -> full
     scatter    makes the residual without ids      full[B, T, ...] -> residual
+    experts    a branch with experts               residual -> residual, see bind_experts
 
 token, gather, full and scatter replicate their parameters. Under the last three every rank
 computes the same value, so only the first rank contributes a gradient and the others contribute
@@ -27,8 +28,8 @@ row in a layout whose residual is full on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import MethodType
 from typing import Any, cast
 
@@ -39,10 +40,12 @@ from torch import Tensor, nn
 from phalanx.comm.comm import local_shard
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Head
+from phalanx.models.experts import MoE
 from phalanx.models.layers import Dropout, Linear
 from phalanx.models.loss import IGNORE
 from phalanx.models.random import dropout
 from phalanx.parallel.batch_shape import BatchShape, batch_shape, note
+from phalanx.parallel.local import local_parameters
 from phalanx.parallel.tensor import operators
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.loss import check_range, token_loss_sum
@@ -262,6 +265,32 @@ def bind_scatter(module: nn.Module, layout: Layout) -> None:
     replace_forward(module, forward)
 
 
+def bind_experts(module: nn.Module, layout: Layout) -> None:
+    """Gather the residual, run the branch on a part of each expert, and sum the ranks' outputs.
+
+    gate and up of each expert, and of the shared one, are split by columns and down by rows, so
+    that a rank has a part of F and its output is a term of the sum over tp:
+
+        x[T_tp] -> gather -> x -> router, the same on each rank -> experts[F_tp] -> y{sum tp}
+                                                                  y -> scatter -> y[T_tp]
+
+    The gradients of the router's weights of selections are such terms, too, and so is all that
+    follows from them; of the auxiliary losses, which are the same on each rank, the first rank
+    gives the gradient.
+    """
+    own = module.forward
+    moe = cast(MoE, module)
+    moe.router.gives_losses = layout.is_first
+
+    def forward(self: nn.Module, x: Tensor, *args: Any) -> Tensor:
+        full = operators.gather_terms(layout, x, batch_shape().length)
+        with _local_parameters(self):
+            y = own(full, *args)
+        return operators.sum_terms(layout, y)
+
+    replace_forward(module, forward)
+
+
 def _run_on_shards(module: nn.Module, gives_gradient: bool = True) -> None:
     """Run the module's own forward inside `_local_parameters`."""
     own = module.forward
@@ -273,29 +302,15 @@ def _run_on_shards(module: nn.Module, gives_gradient: bool = True) -> None:
     replace_forward(module, forward)
 
 
-@contextmanager
-def _local_parameters(module: nn.Module, gives_gradient: bool = True) -> Generator[None]:
+def _local_parameters(
+    module: nn.Module, gives_gradient: bool = True
+) -> AbstractContextManager[None]:
     """Replace the parameters of a module and its submodules by this rank's local shards.
 
     Without `gives_gradient` the gradients of this rank are zeros, because another rank computes
     and contributes the same gradients.
     """
-    # The private dict, because setattr of a parameter's name accepts only an nn.Parameter.
-    homes: list[dict[str, Any]] = [
-        inner._parameters  # pyright: ignore[reportPrivateUsage]
-        for inner in module.modules()
-    ]
-    before = [dict(home) for home in homes]
-    try:
-        for home in homes:
-            shards = {name: local_shard(p) for name, p in home.items() if p is not None}
-            if not gives_gradient:
-                shards = {name: operators.without_gradient(s) for name, s in shards.items()}
-            home.update(shards)
-        yield
-    finally:
-        for home, parameters in zip(homes, before, strict=True):
-            home.update(parameters)
+    return local_parameters(module, *(() if gives_gradient else (operators.without_gradient,)))
 
 
 def subtracts_mean(norm: nn.Module) -> bool:

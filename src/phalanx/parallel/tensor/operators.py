@@ -52,6 +52,17 @@ def reduce_embedding(layout: Layout, partial: Tensor) -> Tensor:
     return mapped(partial, layout.reduce_embedding, back)
 
 
+def gather_terms(layout: Layout, x: Tensor, length: int) -> Tensor:
+    """Gather the positions of x[B, T_tp, D] for arithmetic whose gradients are terms of a sum."""
+    gather = functools.partial(layout.reduce_embedding_backward, length=length)
+    return mapped(x, gather, layout.reduce_embedding)
+
+
+def sum_terms(layout: Layout, terms: Tensor) -> Tensor:
+    """Sum y[B, T, D]{sum tp} to the residual y[B, T_tp, D], also when backward runs it again."""
+    return cast(Tensor, _SumTerms.apply(layout, terms))
+
+
 def unshard(layout: Layout, x: Tensor, spec: Spec, shape: BatchShape, num_features: int) -> Tensor:
     """All-gather x[B, T, D], full on every rank.
 
@@ -161,6 +172,22 @@ class _RowParallelLinear(Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         return None, *ctx.layout.row_parallel_linear_backward(x, weight, grad_outputs[0])
+
+
+class _SumTerms(Function):
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, terms: Tensor) -> Tensor:
+        ctx.layout, ctx.length = layout, terms.shape[1]
+        total = layout.reduce_embedding(terms)
+        # Recomputation ends with the last tensor that is saved. Without this one it would end
+        # before the sum of the last block of a segment, and run the sums of the others.
+        ctx.save_for_backward(terms.new_empty(0))
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return None, ctx.layout.reduce_embedding_backward(grad_outputs[0], ctx.length)
 
 
 class _LookUp(Function):

@@ -45,6 +45,11 @@ class ShardedParameter:
             vector = features
         elif binding.role == "inner_norm":
             vector = layout.inner.axes[2]
+        elif binding.role == "experts":
+            owner, _, kind = self.weight.name.removesuffix(".weight").rpartition(".")
+            if owner.endswith((".experts", ".shared")) and ndim > 1:
+                matrix = layout.row.axes if kind == "down" else layout.column.axes
+                return Spec.of(*[full] * (ndim - 2), *matrix)
         if ndim == 2:
             return Spec.of(*(reversed(matrix) if is_transposed(binding.module) else matrix))
         return Spec.of(*(vector, *[full] * ndim)[:ndim])

@@ -20,6 +20,7 @@ from torch import nn
 
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
+from phalanx.models.experts import MoE
 from phalanx.parallel.tensor import transformers_models, transformers_tables
 
 Role = Literal[
@@ -39,6 +40,7 @@ Role = Literal[
     "gather",
     "full",
     "scatter",
+    "experts",
 ]
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -47,7 +49,9 @@ Patterns = Mapping[str, str]
 PAGE = "docs/strategies.md"
 """Page that lists the supported models and documents patterns."""
 
-RECURSIVE_ROLES: frozenset[Role] = frozenset({"local", "token", "gather", "full", "scatter"})
+RECURSIVE_ROLES: frozenset[Role] = frozenset(
+    {"local", "token", "gather", "full", "scatter", "experts"}
+)
 """Roles that also apply to all submodules."""
 
 COLUMNS: frozenset[Role] = frozenset({"column", "lora_a"})
@@ -122,7 +126,8 @@ def default_patterns(model: nn.Module) -> Patterns:
     if isinstance(model, Decoder):
         is_joint = model.shape.qk_norm == "projection"
         joint = _PROJECTION_NORM_PATTERNS if is_joint else {}
-        patterns = {**DECODER, **joint, **_ADAPTER_PATTERNS}
+        experts = {n: "experts" for n, each in model.named_modules() if isinstance(each, MoE)}
+        patterns = {**experts, **DECODER, **joint, **_ADAPTER_PATTERNS}
         if (latent := model.shape.latent) is not None:
             patterns |= _LATENT_PATTERNS
             if latent.query_rank is None:
@@ -133,17 +138,12 @@ def default_patterns(model: nn.Module) -> Patterns:
     return {p: role for p, role in patterns.items() if any(_matches(p, n) for n in names)}
 
 
-def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleBinding]:
-    """Return bindings of the modules that have a role, in the order of the model.
-
-    Args:
-        model: any module, on any device.
-        patterns: name patterns to roles, with precedence over the model's built-in patterns.
+def roles_of(model: nn.Module, patterns: Patterns | None = None) -> dict[str, RoleBinding]:
+    """Return the roles of modules by name, in the order of the model, whether tp can split it.
 
     Raises:
-        StrategyError: the model is unknown and there are no patterns, a pattern matches nothing, a
-            role does not exist, roles contradict each other, or a setting of the model (such as
-            dropout) would give results that differ from a single process.
+        StrategyError: the model is unknown and there are no patterns, a pattern matches nothing, or
+            a role does not exist.
     """
     asked, known = dict(patterns or {}), default_patterns(model)
     if not asked and not known:
@@ -170,6 +170,22 @@ def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleB
             for inner, of_inner in _inside_wrapper(name, role, modules[name]).items():
                 bound = parts if of_inner in ("column", "lora_b") else (1,)
                 bindings[inner] = RoleBinding(inner, of_inner, modules[inner], parts=bound)
+    return bindings
+
+
+def bind_roles(model: nn.Module, patterns: Patterns | None = None) -> list[RoleBinding]:
+    """Return bindings of the modules that have a role, in the order of the model.
+
+    Args:
+        model: any module, on any device.
+        patterns: name patterns to roles, with precedence over the model's built-in patterns.
+
+    Raises:
+        StrategyError: the model is unknown and there are no patterns, a pattern matches nothing, a
+            role does not exist, roles contradict each other, or a setting of the model (such as
+            dropout) would give results that differ from a single process.
+    """
+    bindings = roles_of(model, patterns)
     for name, binding in bindings.items():
         if binding.role in COLUMNS and _enclosing(name, bindings, "branch") is None:
             raise StrategyError(f"tp: the column map '{name}' is in no module with the role branch")

@@ -1,0 +1,275 @@
+"""Expert parallelism: each rank holds some of the experts, and rows travel to them and back.
+
+Idea      A token visits k of E experts, so a rank that holds E/N of them needs only the rows that
+          selected these. An all-to-all of uneven sizes brings each row to its expert, and a second
+          one returns the results (Lepikhin et al., GShard, 2020, arXiv 2006.16668, section 3.2).
+          Ranks of ep have different samples; all other parameters are split as if ep were dp.
+Layout    gate, up[E_ep, F, D]  down[E_ep, D, F];  rows[M, D] of this rank's own tokens
+Forward   counts[E] -> all_gather -> [N, E];  rows[M, D] -> all_to_all -> [R, D], sorted by expert,
+          then source rank, then place there;  experts;  the inverse order;  all_to_all -> [M, D]
+Backward  The same two exchanges for dy and drows, with the counts of forward. Gradients of experts
+          are summed over all axes of data but ep: each row of all ranks of ep has been here.
+Cost      A rank sends the rows whose experts are elsewhere, (N-1)/N of M D elements under even
+          routing, and returns as many, in both directions; with recomputation once more forward.
+          The counts are 8 E bytes a rank, for which the host waits. Imbalance makes the rank with
+          the most rows the slowest. Under tp every rank of tp exchanges the same rows.
+Limits    N must divide E. tp must be 1d or megatron.
+
+N = 2 ranks, E = 4 experts. Rank 0 receives the rows of experts 0 and 1 (a row is written as the
+expert and the rank of its token):
+
+    rank 0   00 00 10 | 20 30 30      rank 0   00 00 10 01 11    by expert ->  00 00 01 10 11
+    rank 1   01 11    | 21 21         rank 1   20 30 30 21 21                  20 21 21 30 30
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from phalanx.comm.axes import EXPERT
+from phalanx.comm.comm import Comm, Ranks
+from phalanx.comm.ledger import Entry
+from phalanx.comm.pending import Pending
+from phalanx.comm.row_counts import RowCounts
+from phalanx.errors import StrategyError
+from phalanx.models.shape import ExpertShape
+from phalanx.parallel.composite import mapped
+from phalanx.parallel.local import local_parameters
+from phalanx.parallel.skeleton import Skeleton, experts_of
+from phalanx.parallel.split import Split, Target, phases_of
+from phalanx.strategy import Axis, Strategy
+
+
+class Exchange(NamedTuple):
+    """Rows that a rank has in one exchange, there and back, and those of them that it sends away.
+
+    Attributes:
+        rows: rows of its tokens, and rows that its experts return.
+        away: rows among them for other ranks.
+    """
+
+    rows: float
+    away: float
+
+    @staticmethod
+    def of(counts: RowCounts, coord: int) -> Exchange:
+        """Return the rows of the rank at `coord` of ep."""
+        sent, received = counts.sent(coord), counts.received(coord)
+        rows = sum(sent) + sum(received)
+        return Exchange(rows, rows - sent[coord] - received[coord])
+
+
+class ExpertSplit(Split):
+    """Expert parallelism.
+
+    Raises:
+        StrategyError: the model has no experts, or the degree does not divide their number.
+    """
+
+    axis = "ep"
+    compiles = False  # rows are exchanged in the middle of a block
+
+    def __init__(self, target: Target) -> None:
+        super().__init__(target)
+        self._experts = _checked(target.skeleton, target.strategy)
+        self._num_ranks = target.strategy.ep.degree
+
+    def next_target(self) -> Target:
+        """Return the target in which a rank has E/N experts, with axes of their own."""
+        shapes, axes = dict(self.target.shapes), dict(self.target.axes)
+        for weight in self.target.skeleton.weights:
+            if weight.is_expert:
+                num_experts, *others = self.target.shape(weight)
+                shapes[weight] = num_experts // self._num_ranks, *others
+                axes[weight] = EXPERT
+        return dataclasses.replace(self.target, shapes=shapes, axes=axes)
+
+    def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
+        """Return the expected communication of a rank: each expert gets as many rows.
+
+        The bytes of a step depend on its tokens: `traffic_of` has them, `bounds` their limits.
+        """
+        share = (self._num_ranks - 1) / self._num_ranks
+        rows = [2 * num * length * self._experts.top_k for num, length in microbatches]
+        return self._entries([Exchange(each, each * share) for each in rows] * self._num_layers)
+
+    def traffic_of(self, counts: Sequence[RowCounts], coord: int = 0) -> list[Entry]:
+        """Return the communication of the rank at `coord` of ep in a step of known `counts`.
+
+        There is one for each microbatch and block with experts, in any order, as `noted`.
+        """
+        return self._entries([Exchange.of(each, coord) for each in counts])
+
+    def bounds(self, microbatches: Sequence[tuple[int, int]]) -> tuple[list[Entry], list[Entry]]:
+        """Return the least and the most that a rank has and sends, each, whatever the routing.
+
+        The k experts of a token differ, so at most E/N of them are on one rank.
+        """
+        num_ranks, k = self._num_ranks, self._experts.top_k
+        most = min(k, self._experts.num_experts // num_ranks)  # rows of a token on one rank
+        fewest = max(0, k - (num_ranks - 1) * most)
+        low: list[Exchange] = []
+        high: list[Exchange] = []
+        for num_tokens in (num * length for num, length in microbatches):
+            others = (num_ranks - 1) * num_tokens * most
+            low.append(Exchange(num_tokens * (k + fewest), num_tokens * (k - most)))
+            high.append(
+                Exchange(num_tokens * (k + most) + others, num_tokens * (k - fewest) + others)
+            )
+        return self._entries(low * self._num_layers), self._entries(high * self._num_layers)
+
+    @property
+    def _num_layers(self) -> int:
+        """Number of blocks with experts on this rank."""
+        skeleton = self.target.skeleton
+        return sum(len(skeleton.named(name)) for name in experts_of(skeleton.model))
+
+    def _entries(self, exchanges: Sequence[Exchange]) -> list[Entry]:
+        """Return the entries of exchanges, one a microbatch and block."""
+        shape, number = self.target.skeleton.shape, len(exchanges)
+        assert shape is not None, "ep splits a decoder"
+        row = shape.hidden * self.target.compute_dtype.itemsize
+        payload, sent = (row * sum(each[at] for each in exchanges) for at in (0, 1))
+        gathered = number * self._num_ranks * self._experts.num_experts * torch.int64.itemsize
+        away = gathered * (self._num_ranks - 1) / self._num_ranks
+        sums: dict[tuple[str, str], tuple[int, int, float]] = {}
+        of_step = [("forward", "all_gather", number, gathered, away)]
+        of_step += [(p, "all_to_all", 2 * number, payload, sent) for p in ("forward", "backward")]
+        for phase, op, calls, num_bytes, num_sent in of_step:
+            for each in phases_of(phase, self.target.strategy.recompute.kind, is_kept=False):
+                one = sums.get((each, op), (0, 0, 0.0))
+                sums[each, op] = one[0] + calls, one[1] + round(num_bytes), one[2] + num_sent
+        return [Entry(phase, "ep", op, *each) for (phase, op), each in sums.items() if each[0]]
+
+    def apply(self, model: nn.Module, comm: Ranks) -> None:
+        """Keep E/N experts of each block, and exchange rows in the forward of the experts."""
+        apply(model, comm)
+
+
+def _checked(skeleton: Skeleton, strategy: Strategy) -> ExpertShape:
+    """Return the experts of a model that ep can split.
+
+    Raises:
+        StrategyError: it cannot.
+    """
+    name, degree = str(Strategy(ep=strategy.ep)), strategy.ep.degree
+    experts = None if skeleton.shape is None else skeleton.shape.experts
+    if experts is None:
+        what = type(skeleton.model).__name__ + " without experts"
+        raise StrategyError(
+            f"{name}: ep splits the experts of phalanx's Decoder, and the model is a {what}; the "
+            f"nearest is dp{degree}"
+        )
+    if experts.num_experts % degree:
+        legal = [n for n in range(2, experts.num_experts + 1) if experts.num_experts % n == 0]
+        nearest = Axis(min(legal, key=lambda n: (abs(n - degree), n)), strategy.ep.kind)
+        raise StrategyError(
+            f"{name}: the model has {experts.num_experts} experts, which is not a multiple of "
+            f"{degree}; the nearest is {Strategy(ep=nearest)}"
+        )
+    return experts
+
+
+def apply(model: nn.Module, comm: Comm) -> None:
+    """Split the experts of a model over ep in place."""
+    for module in experts_of(model).values():
+        for name, parameter in [*module.named_parameters(recurse=False)]:
+            setattr(module, name, _own_experts(parameter, comm))
+        _bind(module, comm)
+
+
+def _own_experts(parameter: nn.Parameter, comm: Comm) -> nn.Parameter:
+    """Return the part of a stacked parameter that has this rank's experts, as a DTensor.
+
+    tp may have split it before, along another dimension.
+    """
+    full = parameter.detach()
+    if isinstance(full, DTensor):
+        mesh, placements, local = full.device_mesh, list(full.placements), full.to_local()
+    else:
+        mesh, local = comm.model_mesh, full
+        placements = [Replicate()] * mesh.ndim
+    if not local.is_meta:  # every rank has all experts: the first one's values count
+        comm.broadcast(local, "ep")
+    placements[(mesh.mesh_dim_names or ()).index(EXPERT.split)] = Shard(0)
+    own = local.chunk(comm.size("ep"))[comm.coord("ep")].clone()
+    shard = DTensor.from_local(
+        own, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+    )
+    return nn.Parameter(shard, requires_grad=parameter.requires_grad)
+
+
+class _Started(NamedTuple):
+    """An exchange on the way."""
+
+    pending: Pending
+    counts: RowCounts
+
+
+def _bind(module: nn.Module, comm: Comm) -> None:
+    """Exchange rows before and after the own experts of this rank in the forward of `module`."""
+    own: Callable[..., Tensor] = module.forward
+
+    def start(rows_MD: Tensor, counts_E: Tensor) -> _Started:
+        counts = comm.gather_counts(counts_E, "ep", len(rows_MD))
+        return _Started(comm.exchange_rows_start(rows_MD.detach(), "ep", counts), counts)
+
+    def forward(rows_MD: Tensor, started: _Started) -> Tensor:
+        counts = started.counts
+        order_R, counts_e = _by_expert(counts.received_groups(comm.coord("ep")), rows_MD.device)
+        there_RD = _dispatched(rows_MD, comm, started, order_R)
+        with local_parameters(module):
+            results_RD = own(there_RD, counts_e)
+        return _returned(results_RD, comm, counts, order_R)
+
+    replaced: Any = module
+    replaced.start, replaced.forward = start, forward
+
+
+def _by_expert(groups: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the order of received rows by expert, and the number of rows of each expert.
+
+    Args:
+        groups: rows of each own expert that each source has sent; rows lie by source, then expert.
+        device: of the results.
+    """
+    counts_Ne = torch.tensor([[*group] for group in groups], device=device)
+    num_rows = sum(map(sum, groups))
+    experts_n = torch.arange(counts_Ne.shape[1], device=device).repeat(len(groups))
+    experts_R = experts_n.repeat_interleave(counts_Ne.flatten(), output_size=num_rows)
+    return experts_R.argsort(stable=True), counts_Ne.sum(0)
+
+
+def _dispatched(rows_MD: Tensor, comm: Comm, started: _Started, order_R: Tensor) -> Tensor:
+    """Wait for the rows of this rank's experts, and return them by expert."""
+
+    def there(_: Tensor) -> Tensor:
+        return started.pending.wait().index_select(0, order_R)
+
+    def back(grad_RD: Tensor) -> Tensor:
+        return comm.exchange_rows(_by_source(grad_RD, order_R), "ep", started.counts.reversed)
+
+    return mapped(rows_MD, there, back)
+
+
+def _returned(results_RD: Tensor, comm: Comm, counts: RowCounts, order_R: Tensor) -> Tensor:
+    """Send results, by expert, to the ranks of their tokens; return those of this rank's rows."""
+
+    def back(results_RD: Tensor) -> Tensor:
+        return comm.exchange_rows(_by_source(results_RD, order_R), "ep", counts.reversed)
+
+    def there(grad_MD: Tensor) -> Tensor:
+        return comm.exchange_rows(grad_MD, "ep", counts).index_select(0, order_R)
+
+    return mapped(results_RD, back, there)
+
+
+def _by_source(rows_RD: Tensor, order_R: Tensor) -> Tensor:
+    """Return rows, which lie by expert, in the order in which they were received."""
+    return torch.empty_like(rows_RD).index_copy_(0, order_R, rows_RD)

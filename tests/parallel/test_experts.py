@@ -1,0 +1,178 @@
+"""Expert parallelism: values and gradients of one process, and the bytes that a step sends."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from marks import by_hand
+from nccl_trace import traced
+from phalanx.comm.comm import Ranks, local_shard
+from phalanx.comm.ledger import Entry, Ledger
+from phalanx.comm.row_counts import noted
+from phalanx.errors import StrategyError
+from phalanx.launch.local import run_ranks
+from phalanx.models.experts import MoE
+from phalanx.models.shape import ExpertShape, ModelShape
+from phalanx.parallel.experts import ExpertSplit, apply
+from phalanx.parallel.plan import plan_decoder
+from phalanx.strategy import Strategy
+
+EXPERTS = ExpertShape(num_experts=8, top_k=3, ffn=12, shared_ffn=8)
+SHAPE = ModelShape(
+    vocab_size=48, num_layers=2, hidden=16, num_heads=4, num_kv_heads=2, head_dim=4, ffn=24,
+    max_seq_len=16, experts=EXPERTS,
+)  # fmt: skip
+DEVICE = torch.device("cpu")  # named, so that the rules of NCCL take its tensors for a GPU's
+
+
+def branch(dtype: torch.dtype, chosen: tuple[int, ...] = ()) -> MoE:
+    """Return a branch with experts; with `chosen`, tokens select no others."""
+    moe = MoE(SHAPE, EXPERTS, 0).to(dtype)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in moe.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+        if chosen:
+            moe.router.bias = torch.full((8,), -1e3).index_fill_(0, torch.tensor(chosen), 1e3)
+    return moe.to(DEVICE)
+
+
+def tokens(num_ranks: int, sizes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Return the tokens [1, T, D] of each rank."""
+    generator = torch.Generator().manual_seed(num_ranks)
+    return [
+        torch.randn(1, size, SHAPE.hidden, generator=generator, device=DEVICE).to(dtype)
+        for size in sizes
+    ]
+
+
+def compute(moe: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output and the gradient of the input, from a loss that weighs each element."""
+    x = x.clone().requires_grad_()
+    y = moe(x)
+    y.backward((y.detach() * 0.25).cos())
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def equal_to_one_process(
+    axes: dict[str, int], sizes: tuple[int, ...], dtype: torch.dtype, chosen: tuple[int, ...]
+) -> None:
+    comm = Ranks(axes)
+    own, number = branch(dtype, chosen), comm.coord("job")
+    apply(own, comm)
+    parts = tokens(len(sizes), sizes, dtype)
+    found = compute(own, parts[number])
+    whole = branch(dtype, chosen)
+    expected = [each.split(sizes, 1)[number] for each in compute(whole, torch.cat(parts, 1))]
+    close = (
+        {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-2, "atol": 2e-2}
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **close)
+    for (name, part), full in zip(own.named_parameters(), whole.parameters(), strict=True):
+        assert full.grad is not None and part.grad is not None, name
+        is_expert = name.startswith("experts.")
+        grad = comm.all_reduce(local_shard(part.grad).clone(), "dp" if is_expert else "job")
+        right = full.grad.chunk(axes["ep"])[comm.coord("ep")] if is_expert else full.grad
+        torch.testing.assert_close(grad, right, **close, msg=lambda text, name=name: name + text)
+        if chosen and is_expert:
+            first = comm.coord("ep") * len(right)
+            idle = [e for e in range(len(right)) if first + e not in chosen]
+            assert not grad[idle].any() and (not right[idle].any())
+
+
+@pytest.mark.parametrize(
+    "axes, sizes, dtype, chosen",
+    [
+        ({"ep": 2}, (5, 0), torch.float64, ()),
+        ({"dp": 2, "ep": 2}, (5, 1, 0, 9), torch.float64, ()),
+        by_hand({"ep": 2}, (5, 7), torch.float32, ()),
+        by_hand({"ep": 2}, (50, 7), torch.bfloat16, ()),
+        by_hand({"ep": 4}, (5, 1, 0, 9), torch.float64, ()),
+        by_hand({"ep": 4}, (5, 1, 7, 9), torch.float64, (0, 1, 5)),  # ranks 1 and 3 are idle
+        by_hand({"ep": 8}, (5, 1, 0, 9, 2, 2, 2, 2), torch.float64, ()),
+    ],
+)
+def test_one_branch_equals_one_process_by_the_rules_of_nccl(
+    axes: dict[str, int], sizes: tuple[int, ...], dtype: torch.dtype, chosen: tuple[int, ...]
+) -> None:
+    run_ranks(traced, len(sizes), equal_to_one_process, axes, sizes, dtype, chosen, threads=1)
+
+
+def test_an_idle_rank_takes_part_and_its_gradients_are_zeros() -> None:
+    run_ranks(equal_to_one_process, 2, {"ep": 2}, (5, 3), torch.float64, (0, 1, 3), threads=1)
+
+
+def counted(text: str) -> tuple[list[Entry], list[Entry]]:
+    """Return what the ledger counts over ep in two microbatches, and what follows from counts."""
+    strategy = Strategy.parse(text)
+    comm = Ranks(strategy)
+    plan = plan_decoder(strategy, SHAPE, torch.float64)
+    split = next(each for each in plan._splits if isinstance(each, ExpertSplit))
+    model = plan.model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(comm.coord("data"))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
+    plan.apply(comm)
+    with noted() as seen, Ledger(comm) as ledger:
+        for length in (11, 6):
+            ids = torch.randint(0, 48, (2, length + 1), generator=generator)
+            with ledger.phase("forward"):
+                loss = model(ids[:, :-1], ids[:, 1:])
+            with ledger.phase("backward"):
+                loss.backward()
+    entries = [entry for entry in ledger.entries() if entry.axis == "ep"]
+    return entries, split.traffic_of(seen, comm.coord("ep"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ep2", by_hand("ep4"), by_hand("dp2,ep2,recompute:full"), by_hand("ep2,recompute:selective")],
+)
+def test_a_step_sends_what_follows_from_its_counts(text: str) -> None:
+    strategy = Strategy.parse(text)
+    plan = plan_decoder(strategy, SHAPE, torch.float64)
+    split = next(each for each in plan._splits if isinstance(each, ExpertSplit))
+    low, high = split.bounds([(2, 11), (2, 6)])
+    for found, right in run_ranks(counted, strategy.num_ranks, text, threads=1):
+        assert sorted(found, key=str) == sorted(right, key=str)
+        for one, least, most in zip(right, low, high, strict=True):
+            assert dataclasses.replace(one, payload_bytes=0, sent_bytes=0) == dataclasses.replace(
+                least, payload_bytes=0, sent_bytes=0
+            )
+            assert least.sent_bytes <= one.sent_bytes <= most.sent_bytes
+            assert least.payload_bytes <= one.payload_bytes <= most.payload_bytes
+
+
+def test_the_plan_expects_even_routing() -> None:
+    """Two ranks, 34 tokens a rank, 3 experts of 8 each: of 102 rows of 128 bytes half stay."""
+    plan = plan_decoder(Strategy.parse("ep2"), SHAPE, torch.float64)
+    entries = [entry for entry in plan.traffic([(2, 11), (2, 6)]) if entry.axis == "ep"]
+    exchanged = [entry for entry in entries if entry.op in ("all_gather", "all_to_all")]
+    rows = 2 * 2 * 102 * 128  # layers, there and back
+    assert exchanged == [
+        Entry("forward", "ep", "all_gather", 4, 4 * 128, 4 * 64.0),
+        Entry("forward", "ep", "all_to_all", 8, rows, rows / 2),
+        Entry("backward", "ep", "all_to_all", 8, rows, rows / 2),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, experts, words",
+    [
+        ("ep2", None, "ep2: ep splits the experts of .* without experts; the nearest is dp2"),
+        ("ep3", EXPERTS, "ep3: the model has 8 experts, .* multiple of 3; the nearest is ep2"),
+        ("ep2,tp4:2d", EXPERTS, "tp4:2d: .*; the nearest is tp4"),
+        ("tp4:2d", EXPERTS, "tp4:2d: .*; the nearest is tp4"),
+    ],
+)
+def test_what_ep_cannot_split_is_refused(
+    text: str, experts: ExpertShape | None, words: str
+) -> None:
+    with pytest.raises(StrategyError, match=words):
+        plan_decoder(Strategy.parse(text), dataclasses.replace(SHAPE, experts=experts))
