@@ -281,7 +281,7 @@ def verified(text: str, experts: ExpertShape, num_rows: int, accumulation: int) 
             )
         ),
         by_hand("ep4", EXPERTS, 3, 1),  # a rank has no row at all
-        by_hand("dp2,ep4", BALANCED, 5, 2),
+        by_hand("dp2,ep4", BALANCED, 8, 2),
     ],
 )
 def test_a_decoder_equals_plain_pytorch_by_the_rules_of_nccl(
