@@ -2,11 +2,13 @@
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from mutants import planted
 from torch import nn
 
 from marks import by_hand
@@ -22,7 +24,9 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.loss import IGNORE
 from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel.plan import Plan
+from phalanx.parallel.whole_matrix import Owners
 from phalanx.strategy import Strategy
+from phalanx.train import optimizer
 from phalanx.verify.batches import decoder_batches, split
 from phalanx.verify.cases import decoder_case
 from phalanx.verify.harness import verify, verify_case
@@ -155,14 +159,63 @@ def test_llama_ties_dropout_odd_vocabulary(
 @pytest.mark.parametrize("kind", ["match_rms_adamw", by_hand("original")])
 def test_muon(texts: Sequence[str], kind: Any, subtests: pytest.Subtests) -> None:
     shape = dataclasses.replace(LLAMA, num_kv_heads=8)
-    optimizer = OptimizerConfig(
+    settings = OptimizerConfig(
         kind="muon", adjust_lr=kind, nesterov=kind == "original", matrix_lr=3e-2, warmup_steps=1
     )
     pairs: list[tuple[Case, Strategy]] = []
     for strategy in map(Strategy.parse, texts):
         case = case_of(shape, 2, 13, strategy.data_ranks)
-        pairs.append((dataclasses.replace(case, optimizer=optimizer), strategy))
+        pairs.append((dataclasses.replace(case, optimizer=settings), strategy))
     check_parity(subtests, pairs)
+
+
+def by_rows(right: Any) -> Any:
+    """Orthogonalise each half of the rows, as if it were a matrix."""
+    return lambda matrix, *how: torch.cat([right(half, *how) for half in matrix.chunk(2)])
+
+
+def of_another(right: Any) -> Any:
+    """Give each owner's update to another of its matrices of the same shape."""
+
+    def wrong(self: Any, each: Any, wholes: dict[Any, torch.Tensor], dtype: Any) -> Any:
+        turned = dict(wholes)
+        for a, b in itertools.combinations(wholes, 2):
+            if a.shape == b.shape:
+                turned[a], turned[b] = turned[b], turned[a]
+        return right(self, each, turned, dtype)
+
+    return wrong
+
+
+def of_half(right: Any) -> Any:
+    return lambda how, shape: right(how, (shape[0] // 2, shape[1]))
+
+
+FAULTS: dict[str, Any] = {
+    "Newton-Schulz by rows": (optimizer, "orthogonalize", by_rows),
+    "the update of another matrix": (Owners, "scatter", of_another),
+    "a rate by the shape of a shard": (optimizer, "rate_ratio", of_half),
+}
+
+
+def verdicts_with_faults(case: Case) -> dict[str, Verdict]:
+    strategy = Strategy.parse("fsdp2")
+    found: dict[str, Verdict] = {}
+    for name, fault in FAULTS.items():
+        with planted(fault):
+            found[name] = verify_case(case, strategy, Ranks(strategy))
+    return found
+
+
+@pytest.mark.slow
+def test_faults_planted_in_muon_are_found() -> None:
+    case = case_of(dataclasses.replace(LLAMA, num_kv_heads=8), 1, 4, 2, 1)
+    case = dataclasses.replace(case, optimizer=OptimizerConfig(kind="muon", adjust_lr="original"))
+    for name, verdict in run_ranks(verdicts_with_faults, 2, case)[0].items():
+        assert not verdict.is_equal, name
+        assert verdict.first is not None
+        assert verdict.first.quantity == "weight", name
+        assert verdict.first.name.startswith("blocks."), name
 
 
 def split_over_ranks(case: Case, strategy: Strategy) -> list[Batch]:

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from phalanx.models.kernels import device_type
-from phalanx.models.kernels import device_type
 from phalanx.models.layers import MLP, Linear, gated
 from phalanx.models.shape import ExpertShape, ModelShape
 
@@ -244,7 +243,9 @@ class MoE(nn.Module):
 
     # Numbers of rows depend on data, so a compiled block calls this eagerly, between two graphs.
     @torch.compiler.disable
-    def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None) -> Tensor:
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x_BTD: Tensor, counted_BT: Tensor | None = None
+    ) -> Tensor:
         """Return the output of the branch, a tensor like x_BTD.
 
         `counted_BT` is whether each token counts toward the load; None if none does.
