@@ -63,7 +63,7 @@ class Lora:
         """Return the adapters that a setting such as `r=16,alpha=32,targets=q_proj+v_proj` names.
 
         Without `alpha`, it is twice the rank; without `targets`, all linear maps of the blocks of a
-        model of this `mlp` kind have adapters. Experts have none, as in PEFT.
+        model of this `mlp` kind have adapters. Experts have none.
 
         Raises:
             ConfigError: an entry is unknown or has an invalid value.
