@@ -171,7 +171,7 @@ def test_muon(texts: Sequence[str], kind: Any, subtests: pytest.Subtests) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "texts", jobs("ep2", "fsdp2", "dp2,ep2", "fsdp2,ep2:zero1", "ep2,tp2", "pp2,ep2")
+    "texts", jobs("ep2", "fsdp2", "dp2,ep2", "fsdp2:zero1,ep2", "ep2,tp2", "pp2,ep2")
 )
 def test_muon_of_experts(texts: Sequence[str], subtests: pytest.Subtests) -> None:
     """A stack of experts is a matrix each; router and gate of the shared expert are AdamW's."""
