@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import ClassVar, Final, Literal, NoReturn
 
@@ -205,6 +205,11 @@ class ExpertShape(Parts):
     def has_losses(self) -> bool:
         """Whether there are auxiliary losses."""
         return self.aux_loss > 0 or self.z_loss > 0
+
+    @property
+    def without_losses(self) -> ExpertShape:
+        """The experts without auxiliary losses, whose operations and messages are the same."""
+        return replace(self, aux_loss=0.0, z_loss=0.0)
 
     def needs_first_pass(self, num_microbatches: int, num_stages: int) -> bool:
         """Return whether a step counts loads by forwards of their own, before the first backward.
