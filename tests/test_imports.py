@@ -204,6 +204,7 @@ def test_the_public_names() -> None:
     assert sorted(phalanx.__all__) == [
         "Callback",
         "DistributedOptimizer",
+        "Muon",
         "Options",
         "Run",
         "Strategy",
@@ -215,6 +216,7 @@ def test_the_public_names() -> None:
         "decoder_of",
         "from_deepspeed",
         "init",
+        "muon_groups",
         "run_ranks",
         "train_decoder",
         "verify_strategy",

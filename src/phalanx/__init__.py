@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from phalanx.script.trainer import Trainer as Trainer
     from phalanx.strategy import Strategy as Strategy
     from phalanx.train.callback import Callback as Callback
+    from phalanx.train.optimizer import Muon as Muon
+    from phalanx.train.optimizer import muon_groups as muon_groups
     from phalanx.train.report.summary import Summary as Summary
     from phalanx.train.run import train as train_decoder
     from phalanx.verify.harness import verify as verify_strategy
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Callback",
     "DistributedOptimizer",
+    "Muon",
     "Options",
     "Run",
     "Strategy",
@@ -41,6 +44,7 @@ __all__ = [
     "decoder_of",
     "from_deepspeed",
     "init",
+    "muon_groups",
     "run_ranks",
     "train_decoder",
     "verify_strategy",
@@ -55,6 +59,8 @@ def __getattr__(name: str) -> Any:
     homes = {
         "Callback": ("phalanx.train.callback", "Callback"),
         "Strategy": ("phalanx.strategy", "Strategy"),
+        "Muon": ("phalanx.train.optimizer", "Muon"),
+        "muon_groups": ("phalanx.train.optimizer", "muon_groups"),
         "Summary": ("phalanx.train.report.summary", "Summary"),
         "TrainConfig": ("phalanx.config", "TrainConfig"),
         "DistributedOptimizer": ("phalanx.script.average", "DistributedOptimizer"),

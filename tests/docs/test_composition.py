@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import StrategyError
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import AXES, KINDS, Strategy
 from phalanx.strategy.kinds import SERVED
@@ -26,6 +27,9 @@ SHAPE = ModelShape(
     max_seq_len=64,
 )  # fmt: skip
 """Sizes that every kind can split."""
+
+EXPERTS = ExpertShape(num_experts=4, top_k=2, ffn=64)
+"""The experts that ep splits."""
 
 DEGREES = {"2d": 4, "2.5d": 8, "3d": 8}
 """Ranks of the kinds that cannot have two."""
@@ -59,7 +63,8 @@ def refusal(left: str, right: str) -> str | None:
 @functools.cache
 def refusal_of(strategy: Strategy) -> str | None:
     try:
-        plan_decoder(strategy, SHAPE)
+        experts = EXPERTS if strategy.ep.degree > 1 else None
+        plan_decoder(strategy, dataclasses.replace(SHAPE, experts=experts))
     except StrategyError as error:
         return str(error)
     return None

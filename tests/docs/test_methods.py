@@ -40,6 +40,7 @@ METHODS = {
     "pp2:dualpipev": ("pipeline, DualPipe in V form", "pipeline/schedule"),
     "cp2": ("context parallel, ring attention", "context/ring"),
     "cp2:ulysses": ("context parallel, all-to-all over heads (Ulysses)", "context/ulysses"),
+    "ep2": ("expert parallel, tokens travel to their experts (GShard)", "experts"),
 }
 """Strategy -> what a practitioner calls it, and its file below src/phalanx/parallel."""
 
@@ -50,6 +51,7 @@ SPLITS = {
     "recompute": "nothing: backward recomputes activations (activation checkpointing)",
     "pp": "the model, by layers",
     "cp": "each sample, by positions",
+    "ep": "the samples, and the experts of each layer",
 }
 """Axis -> what it splits, in the order of the table."""
 

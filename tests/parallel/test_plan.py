@@ -14,7 +14,7 @@ from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel import plan
 from phalanx.parallel.plan import SPLITS, Plan, plan_decoder
 from phalanx.parallel.skeleton import skeleton_of_shape
@@ -60,12 +60,14 @@ def test_one_split_answers_for_each_kind_that_is_built(axis: str, kind: str) -> 
     if kind == "2.5d":
         option = "/2"
     parsed = Strategy.parse(f"{axis}{degree}:{kind}{option}")
-    # The ranks of cp hold copies of what they do not split, so gradients are summed as over dp.
-    skeleton = skeleton_of_shape(SHAPE, torch.float32)
+    # Ranks of cp and ep hold copies of what these do not split: gradients are summed as over dp.
+    experts = ExpertShape(num_experts=4, top_k=2, ffn=16) if axis == "ep" else None
+    shape = dataclasses.replace(SHAPE, experts=experts)
+    skeleton = skeleton_of_shape(shape, torch.float32)
     asked = [split.axis for split in SPLITS if split.applies_to(Target(parsed, skeleton))]
-    assert asked == (["cp", "dp"] if axis == "cp" else [axis])
+    assert asked == ([axis, "dp"] if axis in ("cp", "ep") else [axis])
     assert not any(split.applies_to(Target(Strategy(), skeleton)) for split in SPLITS)
-    assert plan_decoder(parsed, SHAPE).row_shards == {"2d": 2, "2.5d": 4, "3d": 4}.get(kind, 1)
+    assert plan_decoder(parsed, shape).row_shards == {"2d": 2, "2.5d": 4, "3d": 4}.get(kind, 1)
 
 
 def test_a_plan_starts_no_servers() -> None:

@@ -106,8 +106,10 @@ def test_bits_and_bytes(num_ranks: int, texts: list[str]) -> None:
         for equal, sent, stated in rank:
             assert all(equal.values()), equal
             assert stated
-            thrice = [Entry(*_key(e), 3 * e.calls, 3 * e.payload_bytes, 0.0) for e in stated]
-            assert [Entry(*_key(e), e.calls, e.payload_bytes, 0.0) for e in sent] == thrice
+            thrice = [
+                Entry(*_key(e), 3 * e.calls, 3 * e.payload_bytes, 3 * e.sent_bytes) for e in stated
+            ]
+            assert sent == thrice
 
 
 def _key(entry: Entry) -> tuple[str, str, str]:

@@ -2,11 +2,13 @@
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from mutants import planted
 from torch import nn
 
 from marks import by_hand
@@ -20,9 +22,11 @@ from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.loss import IGNORE
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel.plan import Plan
+from phalanx.parallel.whole_matrix import Owners
 from phalanx.strategy import Strategy
+from phalanx.train import optimizer
 from phalanx.verify.batches import decoder_batches, split
 from phalanx.verify.cases import decoder_case
 from phalanx.verify.harness import verify, verify_case
@@ -155,18 +159,71 @@ def test_llama_ties_dropout_odd_vocabulary(
 @pytest.mark.parametrize("kind", ["match_rms_adamw", by_hand("original")])
 def test_muon(texts: Sequence[str], kind: Any, subtests: pytest.Subtests) -> None:
     shape = dataclasses.replace(LLAMA, num_kv_heads=8)
-    optimizer = OptimizerConfig(
+    settings = OptimizerConfig(
         kind="muon", adjust_lr=kind, nesterov=kind == "original", matrix_lr=3e-2, warmup_steps=1
     )
     pairs: list[tuple[Case, Strategy]] = []
     for strategy in map(Strategy.parse, texts):
         case = case_of(shape, 2, 13, strategy.data_ranks)
-        pairs.append((dataclasses.replace(case, optimizer=optimizer), strategy))
+        pairs.append((dataclasses.replace(case, optimizer=settings), strategy))
     check_parity(subtests, pairs)
+
+
+def by_rows(right: Any) -> Any:
+    """Orthogonalise each half of the rows, as if it were a matrix."""
+    return lambda matrix, *how: torch.cat([right(half, *how) for half in matrix.chunk(2)])
+
+
+def of_another(right: Any) -> Any:
+    """Give each owner's update to another of its matrices of the same shape."""
+
+    def wrong(self: Any, each: Any, wholes: dict[Any, torch.Tensor], dtype: Any) -> Any:
+        turned = dict(wholes)
+        for a, b in itertools.combinations(wholes, 2):
+            if a.shape == b.shape:
+                turned[a], turned[b] = turned[b], turned[a]
+        return right(self, each, turned, dtype)
+
+    return wrong
+
+
+def of_half(right: Any) -> Any:
+    return lambda how, shape: right(how, (shape[0] // 2, shape[1]))
+
+
+FAULTS: dict[str, Any] = {
+    "Newton-Schulz by rows": (optimizer, "orthogonalize", by_rows),
+    "the update of another matrix": (Owners, "scatter", of_another),
+    "a rate by the shape of a shard": (optimizer, "rate_ratio", of_half),
+}
+
+
+def verdicts_with_faults(case: Case) -> dict[str, Verdict]:
+    strategy = Strategy.parse("fsdp2")
+    found: dict[str, Verdict] = {}
+    for name, fault in FAULTS.items():
+        with planted(fault):
+            found[name] = verify_case(case, strategy, Ranks(strategy))
+    return found
+
+
+@pytest.mark.slow
+def test_faults_planted_in_muon_are_found() -> None:
+    case = case_of(dataclasses.replace(LLAMA, num_kv_heads=8), 1, 4, 2, 1)
+    case = dataclasses.replace(case, optimizer=OptimizerConfig(kind="muon", adjust_lr="original"))
+    for name, verdict in run_ranks(verdicts_with_faults, 2, case)[0].items():
+        assert not verdict.is_equal, name
+        assert verdict.first is not None
+        assert verdict.first.quantity == "weight", name
+        assert verdict.first.name.startswith("blocks."), name
 
 
 def split_over_ranks(case: Case, strategy: Strategy) -> list[Batch]:
     return [split(batch, 0, strategy.data_ranks, 1)[0] for batch in case.batches]
+
+
+def to_experts(entry: Entry) -> bool:
+    return (entry.axis, entry.op) == ("ep", "all_to_all")
 
 
 def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
@@ -175,7 +232,9 @@ def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
     sizes = [tuple(microbatch.tokens_BT.shape) for microbatch in microbatches]
     predicted = Plan(strategy, case.build()).traffic(sizes)
     of_the_loss = {"count", "metrics"}
-    assert {e for e in entries if e.phase not in of_the_loss} == set(predicted)
+    # The routing decides how many bytes travel to experts: tests/parallel/test_experts.py.
+    known = {e for e in entries if e.phase not in of_the_loss and not to_experts(e)}
+    assert known == {e for e in predicted if not to_experts(e)}
     # Two numbers of the loss law, 8 bytes each: tokens over every axis of different samples, and
     # the loss over those of other positions too.
     assert {(e.phase, e.axis, e.payload_bytes) for e in entries if e.phase in of_the_loss} == {
@@ -192,6 +251,34 @@ def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
 def test_gpt2_family_untied(texts: Sequence[str], subtests: pytest.Subtests) -> None:
     strategies = [Strategy.parse(text) for text in texts]
     check_parity(subtests, [(case_of(GPT2, 2, 9, s.data_ranks), s) for s in strategies])
+
+
+EXPERTS = dataclasses.replace(
+    LLAMA,
+    vocab_size=68,  # tp splits it
+    tied=False,
+    experts=ExpertShape(num_experts=4, top_k=2, ffn=12, shared_ffn=16),
+)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        *jobs("ep2", "fsdp2,ep2"),
+        *jobs(
+            *("ep4", "dp2,ep2", "fsdp2:zero1,ep2", "fsdp2:zero2,ep2", "cp2,ep2", "cp2:ulysses,ep2"),
+            *("pp2,ep2", "ep2,tp2", "ep2,tp2:megatron", "fsdp3,ep2", "fsdp3", "tp2"),
+            *("fsdp2,ep2,recompute:full", "fsdp2,ep2,recompute:selective", "ep2,recompute:sqrt"),
+            *("fsdp2,cp2,ep2", "dp2,fsdp2,ep2", "pp2,fsdp2,ep2", "fsdp2,ep2,tp2"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_experts(texts: Sequence[str], subtests: pytest.Subtests) -> None:
+    """fsdp3 splits the 2 experts of a rank along another dimension."""
+    strategies = [Strategy.parse(text) for text in texts]
+    pairs = [(case_of(EXPERTS, 2, 4 * s.data_ranks + 1, s.data_ranks), s) for s in strategies]
+    check_parity(subtests, pairs)
 
 
 # Four blocks: sqrt is segments of two, and the last segment of every/3 is short.

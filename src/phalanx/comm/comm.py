@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from typing_extensions import override
 
 from phalanx.comm.axes import axes_of, flattened
@@ -48,6 +48,14 @@ Reduction = Literal["sum", "max", "min"]
 def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def fill_shard(tensor: Tensor, whole: Tensor) -> None:
+    """Copy a whole tensor, which all ranks have, into a tensor; of a DTensor into the own shard."""
+    if isinstance(tensor, DTensor):
+        how = (tensor.device_mesh, tensor.placements)
+        whole = distribute_tensor(whole.to(tensor.device), *how, src_data_rank=None)
+    local_shard(tensor.detach()).copy_(local_shard(whole))
 
 
 class Comm(ABC):

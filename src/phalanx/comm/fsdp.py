@@ -6,16 +6,57 @@ On GPUs FSDP2 uses its default collectives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_init
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import Shard
 from typing_extensions import override
 
 from phalanx.comm.ranges import named
 from phalanx.comm.transfer import CommEngine, Transfer
+from phalanx.errors import StrategyError
+
+
+def param_groups(module: FSDPModule) -> list[Any]:
+    """Return FSDP2's parameter groups of a module, one for each set of axes that shards them."""
+    # Private; tests/parallel/test_overlap.py pins it. Before torch 2.13 there is at most one.
+    state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def check_placements() -> None:
+    """Check that FSDP2 can shard the parameters of one module over several sets of axes.
+
+    Raises:
+        StrategyError: PyTorch is older than 2.13.
+    """
+    if not hasattr(_fsdp_common, "ShardPlacementResult"):
+        raise StrategyError(
+            f"fsdp with ep needs PyTorch 2.13 or newer, and this is {torch.__version__}; use dp "
+            "with ep"
+        )
+
+
+def placement_on(mesh: DeviceMesh, dims: Any) -> Callable[[int], Any]:
+    """Return a function that returns FSDP2's placement of dimension `dim` over the axes `dims`.
+
+    Args:
+        mesh: the mesh of the parameters, which are DTensors.
+        dims: the axes of `mesh` that shard and replicate, a `DataParallelMeshDims`.
+    """
+    # Private, as is the only way to give FSDP2 a second mesh; tests/parallel/test_sharded.py
+    # pins both. FSDP2 wants one object for all parameters of a process group.
+    common, init = cast(Any, _fsdp_common), cast(Any, _fsdp_init)
+    info = init._get_mesh_info(mesh, dims)
+    return lambda dim: common.ShardPlacementResult(Shard(dim), info)
 
 
 class ShardGather(AllGather):

@@ -132,8 +132,8 @@ class OptimizerConfig:
     nesterov: Annotated[bool, Use.EQUAL] = True
     """Whether Muon takes the mean one step ahead."""
     adjust_lr: Annotated[Literal["original", "match_rms_adamw"], Use.EQUAL] = "match_rms_adamw"
-    """How Muon scales the rate of a matrix [A, B]: by the root of max(1, A/B), or by 0.2 times that
-    of max(A, B), which suits rates of AdamW."""
+    """How Muon scales the rate of a matrix [A, B]: by sqrt(max(1, A/B)), or by 0.2 sqrt(max(A, B)),
+    which suits rates of AdamW."""
     ns_steps: Annotated[int, Use.EQUAL, Range(1, 99, "[]")] = 5
     """Newton-Schulz steps of Muon."""
     ns_dtype: Annotated[Literal["bfloat16", "float32"], Use.EQUAL] = "bfloat16"

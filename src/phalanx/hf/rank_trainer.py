@@ -23,13 +23,13 @@ from typing import Any, Final, cast
 import torch
 import transformers
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_module
 from transformers.trainer import Trainer as PlainTrainer
 from typing_extensions import override
 
 import phalanx
-from phalanx.comm.comm import local_shard
+from phalanx.comm.comm import fill_shard
 from phalanx.comm.together import barrier
 from phalanx.data.rows import map_tensors
 from phalanx.errors import ConfigError, ScriptError
@@ -324,12 +324,7 @@ def _loads_whole(model: Any) -> Generator[None]:
     def load(state: Mapping[str, Tensor], *_: Any, **__: Any) -> Any:
         own: dict[str, Any] = type(model).state_dict(model, keep_vars=True)
         for name in own.keys() & state.keys():
-            whole, shard = state[name].to(own[name].device), own[name].detach()
-            if isinstance(shard, DTensor):
-                whole = distribute_tensor(
-                    whole, shard.device_mesh, shard.placements, src_data_rank=None
-                )
-            local_shard(shard).copy_(local_shard(whole))
+            fill_shard(own[name], state[name])
         keys = [*(own.keys() - state.keys())], [*(state.keys() - own.keys())]
         return cast(Any, torch_module)._IncompatibleKeys(*keys)
 

@@ -147,7 +147,6 @@ def write_peft(folder: Path, weights: Weights, base: str, family: str) -> None:
     lora, adapters = weights.shape.lora, adapters_in(weights)
     assert lora is not None, "the checkpoint has adapters"
     tensors: dict[str, Tensor] = {}
-    targets: dict[str, None] = {}
     ranks: dict[str, int] = {}
     for link in table(dataclasses.replace(weights.shape, lora=None), family):
         if not any(name in adapters for name in link.ours):
@@ -163,12 +162,11 @@ def write_peft(folder: Path, weights: Weights, base: str, family: str) -> None:
         tensors[f"{_PREFIX}{module}.lora_B.weight"] = torch.block_diag(*(p.B for p in parts))
         # GPT-2 has two maps c_proj in a block, which differ in the module around them.
         target = ".".join(module.split(".")[-2 if module.endswith("c_proj") else -1 :])
-        targets[target] = None
-        if len(lora_A) != lora.rank:
-            ranks[target] = len(lora_A)
+        ranks[target] = len(lora_A)
     # The alphas by which adapters of these ranks have the same scaling.
     divisor = math.sqrt if lora.is_rank_stabilized else float
-    alphas = {name: lora.scaling * divisor(rank) for name, rank in ranks.items()}
+    others = {name: rank for name, rank in ranks.items() if rank != lora.rank}
+    alphas = {name: lora.scaling * divisor(rank) for name, rank in others.items()}
     infos = {name: TensorInfo(t.dtype, tuple(t.shape)) for name, t in sorted(tensors.items())}
     tensor_file.write(folder / MODEL, infos, (tensors[name].contiguous() for name in infos))
     write_json(
@@ -182,8 +180,8 @@ def write_peft(folder: Path, weights: Weights, base: str, family: str) -> None:
             "use_rslora": lora.is_rank_stabilized,
             "lora_dropout": 0.0,
             "bias": "none",
-            "target_modules": [*targets],
-            "rank_pattern": ranks,
+            "target_modules": [*ranks],
+            "rank_pattern": others,
             "alpha_pattern": alphas,
             "fan_in_fan_out": family == "gpt2",
             "inference_mode": True,

@@ -241,7 +241,11 @@ class MoE(nn.Module):
         self.shared = MLP(shape, experts.shared_ffn) if experts.shared_ffn else None
         self.shared_gate = Linear(shape.hidden, 1, False) if experts.has_shared_gate else None
 
-    def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None) -> Tensor:
+    # Numbers of rows depend on data, so a compiled block calls this eagerly, between two graphs.
+    @torch.compiler.disable
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, x_BTD: Tensor, counted_BT: Tensor | None = None
+    ) -> Tensor:
         """Return the output of the branch, a tensor like x_BTD.
 
         `counted_BT` is whether each token counts toward the load; None if none does.
@@ -258,7 +262,8 @@ class MoE(nn.Module):
             is_kept_Nk = places_BTk.view_as(experts_Nk) < most
             if counted_N is not None and self.router.load is not None:
                 self.router.load.count_dropped(~is_kept_Nk, counted_N)
-            order_M = order_M[is_kept_Nk.flatten()[order_M]]
+            if not x_ND.is_meta:  # without values, all are kept
+                order_M = order_M[is_kept_Nk.flatten()[order_M]]
         counts_E = count(experts_Nk.flatten()[order_M], num_experts)
         rows_MD = cast(Tensor, _Dispatch.apply(x_ND, experts_Nk, order_M))
         started = self.experts.start(rows_MD, counts_E)

@@ -25,6 +25,7 @@ expert and the rank of its token):
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -95,9 +96,13 @@ class ExpertSplit(Split):
 
         The bytes of a step depend on its tokens: `traffic_of` has them, `bounds` their limits.
         """
-        share = (self._num_ranks - 1) / self._num_ranks
-        rows = [2 * num * length * self._experts.top_k for num, length in microbatches]
-        return self._entries([Exchange(each, each * share) for each in rows] * self._num_layers)
+        k, share = self._experts.top_k, (self._num_ranks - 1) / self._num_ranks
+        exchanges = list[Exchange]()
+        for num, length in microbatches:
+            most = self._experts.num_experts * self._capacity(length)  # of a row, without drops
+            rows = 2 * num * min(k * length, most)
+            exchanges.append(Exchange(rows, rows * share))
+        return self._entries(exchanges * self._num_layers)
 
     def traffic_of(self, counts: Sequence[RowCounts], coord: int = 0) -> list[Entry]:
         """Return the communication of the rank at `coord` of ep in a step of known `counts`.
@@ -109,20 +114,28 @@ class ExpertSplit(Split):
     def bounds(self, microbatches: Sequence[tuple[int, int]]) -> tuple[list[Entry], list[Entry]]:
         """Return the least and the most that a rank has and sends, each, whatever the routing.
 
-        The k experts of a token differ, so at most E/N of them are on one rank.
+        The k experts of a token differ, so at most E/N of them are on one rank. If tokens may be
+        dropped, the least is that of a batch whose tokens all select the same experts, here.
         """
         num_ranks, k = self._num_ranks, self._experts.top_k
         most = min(k, self._experts.num_experts // num_ranks)  # rows of a token on one rank
         fewest = max(0, k - (num_ranks - 1) * most)
         low: list[Exchange] = []
         high: list[Exchange] = []
-        for num_tokens in (num * length for num, length in microbatches):
-            others = (num_ranks - 1) * num_tokens * most
-            low.append(Exchange(num_tokens * (k + fewest), num_tokens * (k - most)))
-            high.append(
-                Exchange(num_tokens * (k + most) + others, num_tokens * (k - fewest) + others)
-            )
+        for num, length in microbatches:
+            tokens, kept = num * length, num * min(length, self._capacity(length))
+            others = (num_ranks - 1) * tokens * most
+            away = tokens * (k - most) if kept == tokens else 0
+            low.append(Exchange(kept * (k + fewest) if kept == tokens else kept * k, away))
+            high.append(Exchange(tokens * (k + most) + others, tokens * (k - fewest) + others))
         return self._entries(low * self._num_layers), self._entries(high * self._num_layers)
+
+    def _capacity(self, length: int) -> int:
+        """Return the most tokens of a row of `length` that an expert takes."""
+        experts = self._experts
+        if experts.capacity is None:
+            return length
+        return math.ceil(experts.capacity * experts.top_k * length / experts.num_experts)
 
     @property
     def _num_layers(self) -> int:

@@ -20,10 +20,10 @@ A group is one message. Each of its parameters is split by rows, padded to a mul
 Gradients go the opposite way: they are full until a reduce-scatter of the group leaves each rank
 the gradients of its rows.
 
-Experts that `ep` has split are sharded over fewer ranks than the rest of their block, so they are a
-group of their own, which is gathered when they run. fsdp splits them by experts if each of its
-ranks gets as many; else within each expert, by the first dimension that the ranks divide, because
-whole experts would be padded (2 experts on 3 ranks: half of the message):
+Experts that `ep` has split are sharded over fewer ranks than the rest of their block: a group of
+their own, which is gathered and reduced beside the other one. fsdp splits them by experts if each
+of its ranks gets as many; else within each expert, by the first dimension that the ranks divide,
+because whole experts would be padded (2 experts on 3 ranks: a third of the message):
 
     gate [8, 96, 64] over ep 2: [4, 96, 64]    2 shards [2, 96, 64]    3 shards [4, 32, 64]
 """
@@ -33,7 +33,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -41,12 +40,12 @@ from typing import Literal
 import torch
 from torch import nn
 
-from phalanx.comm.axes import DENSE, ParameterAxes, axes_of
+from phalanx.comm.axes import DENSE, EXPERT, ParameterAxes, axes_of
 from phalanx.errors import StrategyError
 from phalanx.parallel.skeleton import Weight, ends_of
 from phalanx.parallel.split import Target
 
-Place = Literal["embedding", "block", "experts", "head", "rest"]
+Place = Literal["embedding", "block", "head", "rest"]
 AccumulatedGradients = Literal["none", "shards", "full"]
 
 
@@ -143,17 +142,16 @@ def groups_of(target: Target, *, keeps: bool = True) -> list[Group]:
     embedding, head = (
         tuple(name for name in names if skeleton.named(name)) for names in ends_of(skeleton.model)
     )
-    apart = {_home(w): w.block for w in skeleton.weights if target.axes_of(w) != DENSE}
-    places: dict[tuple[str, ...], Place] = {embedding: "embedding"}
-    for block in skeleton.blocks:
-        places[block,] = "block"
-        places |= {(module,): "experts" for module, within in apart.items() if within == block}
-    places |= {(module,): "experts" for module, within in apart.items() if not within}
-    places |= {head: "head", ("",): "rest"}
-    members, mesh_axes = _members(target, places), target.strategy.mesh_axes()
-    found: list[tuple[str, Group]] = []
-    for names, place in places.items():
-        if not (weights := members[names]):
+    places: dict[tuple[str, ...], Place] = {
+        embedding: "embedding",
+        **{(block,): "block" for block in skeleton.blocks},
+        head: "head",
+        ("",): "rest",
+    }
+    members, mesh_axes = _members(skeleton.weights, places), target.strategy.mesh_axes()
+    groups: list[Group] = []
+    for (names, place), axes in itertools.product(places.items(), (DENSE, EXPERT)):
+        if not (weights := [w for w in members[names] if target.axes_of(w) == axes]):
             continue
         types = {weight.dtype for weight in weights if weight.is_trained}
         master, *others = sorted(types or {weights[0].dtype}, key=str)
@@ -164,9 +162,7 @@ def groups_of(target: Target, *, keeps: bool = True) -> list[Group]:
                 "gradients are reduced together; cast them to one data type"
             )
         # Blocks cast a narrower frozen weight themselves: gathering it wider would cost bytes.
-        is_cast = compute is not None and compute.itemsize < master.itemsize
-        is_cast = is_cast and place in ("block", "experts")
-        axes = target.axes_of(weights[0])
+        is_cast = place == "block" and compute is not None and compute.itemsize < master.itemsize
         num_shards = math.prod(mesh_axes[axis] for axis in axes_of(axes.shards, mesh_axes))
         # Of uneven shards of a part of a dimension, DTensor does not know the offsets.
         odd = (w for w in weights if axes.split and not _is_even(target.shape(w), num_shards))
@@ -192,29 +188,12 @@ def groups_of(target: Target, *, keeps: bool = True) -> list[Group]:
             num_shards=num_shards,
             axes=axes,
         )
-        found.append((weights[0].block if place in ("block", "experts") else "", group))
-    groups: list[Group] = []
-    for block, alike in itertools.groupby(found, operator.itemgetter(0)):
-        of_block = [group for _, group in alike]
-        for name in skeleton.blocks.get(block, ("",)):
-            for group in of_block:
-                names = tuple(name + each[len(block) :] for each in group.names)
-                groups.append(dataclasses.replace(group, names=names))
-    last = units[-1] if keeps and (units := _units(groups)) else ()
+        alike = skeleton.blocks[names[0]] if place == "block" else ()
+        groups += [dataclasses.replace(group, names=(name,)) for name in alike] or [group]
+    blocks = [group.names for group in groups if group.place == "block"]
     # The backward of the last block is the first of all blocks.
-    return [dataclasses.replace(g, stays_gathered=True) if g in last else g for g in groups]
-
-
-def _units(groups: Iterable[Group]) -> list[list[Group]]:
-    """Return the groups of each block: its experts, if they are apart, follow the others."""
-    units: list[list[Group]] = []
-    for group in groups:
-        before = f"{units[-1][0].names[0]}." if units else ""
-        if group.place == "experts" and before and group.names[0].startswith(before):
-            units[-1].append(group)
-        elif group.place in ("block", "experts"):
-            units.append([group])
-    return units
+    last = max(blocks, key=blocks.index, default=None) if keeps else None
+    return [dataclasses.replace(g, stays_gathered=True) if g.names == last else g for g in groups]
 
 
 def shard_dim(shape: Sequence[int], num_shards: int) -> int:
@@ -226,24 +205,17 @@ def _is_even(shape: Sequence[int], num_shards: int) -> bool:
     return shape[shard_dim(shape, num_shards)] % num_shards == 0
 
 
-def _home(weight: Weight) -> str:
-    """Return the name of the module that has a parameter, by its first name."""
-    return weight.name.rpartition(".")[0]
-
-
 def _members(
-    target: Target, groups: Iterable[tuple[str, ...]]
+    weights: Iterable[Weight], groups: Iterable[tuple[str, ...]]
 ) -> dict[tuple[str, ...], list[Weight]]:
     """Return the parameters of each group; a group is given by the names of its modules."""
     members: dict[tuple[str, ...], list[Weight]] = {names: [] for names in groups}
     group_of = {name: names for names in members for name in names}
-    for weight in target.skeleton.weights:
+    for weight in weights:
         homes: list[tuple[str, ...]] = []
         for name in weight.names:
             ends = [end for end, letter in enumerate(name) if letter == "."]
             module = next((name[:end] for end in ends if name[:end] in group_of), "")
-            if target.axes_of(weight) != DENSE:
-                module = _home(weight)  # within its block
             homes.append(group_of[module])
             if homes[-1] != homes[0]:
                 raise StrategyError(
@@ -272,23 +244,32 @@ def peak_gathered_bytes(groups: Sequence[Group], segment_size: int) -> int:
 
         the embedding                                     until its forward ends
         the last block, which is kept, and the head       until the head's backward ends
-        the segment that backward computes, and the next block, which is prefetched, but not its
-        experts if they are a group of their own
+        the segment that backward computes, and the next block, which is prefetched
     """
     embedding, head, rest = (
         sum(g.gathered_bytes for g in groups if g.place == wanted)
         for wanted in ("embedding", "head", "rest")
     )
-    units = [[g.gathered_bytes for g in unit] for unit in _units(groups)]
-    blocks, apart = [sum(unit) for unit in units], [sum(unit[1:]) for unit in units]
-    at_work: list[int] = []
+    blocks = [
+        sum(g.gathered_bytes for g in of_block)
+        for of_block in _by_module(g for g in groups if g.place == "block")
+    ]
+    starts = range(max(1, len(blocks) - segment_size))
     # Blocks 0 to 4 in segments of 2: backward computes 2 and 3 while 1 is prefetched: 1 2 3 count.
-    # The prefetched one is the first of them in backward, and the last in forward.
-    for start in range(max(1, len(blocks) - segment_size)):
-        here = slice(start, start + segment_size + 1)
-        of = apart[here]
-        at_work.append(sum(blocks[here]) - (min(of[0], of[-1]) if len(of) > 1 else 0))
+    at_work = [sum(blocks[start : start + segment_size + 1]) for start in starts]
     return rest + max(embedding, sum(blocks[-1:]) + head, *at_work)
+
+
+def _by_module(groups: Iterable[Group]) -> list[list[Group]]:
+    """Return the groups that are gathered together: one, or two with experts that ep splits."""
+    found: list[list[Group]] = []
+    for group in groups:
+        beside = (of for of in found if group.axes != DENSE and of[0].names == group.names)
+        if (of := next(beside, None)) is not None:
+            of.append(group)
+        else:
+            found.append([group])
+    return found
 
 
 def peak_gradient_bytes(groups: Sequence[Group], sums: AccumulatedGradients) -> int:
@@ -303,10 +284,14 @@ def peak_gradient_bytes(groups: Sequence[Group], sums: AccumulatedGradients) -> 
         groups: the groups of the model.
         sums: gradients that earlier microbatches have left: none, shards or full ones.
     """
-    order = [g for g in reversed(groups) if g.place != "rest"]
-    order += [g for g in groups if g.place == "rest"]
-    shards = [g.shard_bytes for g in order]
-    full = [g.full_bytes(g.master if sums == "full" else g.gathered) for g in order]
+    modules = _by_module(groups)
+    order = [of for of in reversed(modules) if of[0].place != "rest"]
+    order += [of for of in modules if of[0].place == "rest"]
+    shards = [sum(g.shard_bytes for g in of) for of in order]
+    full = [
+        [size for g in of for size in g.full_bytes(g.master if sums == "full" else g.gathered)]
+        for of in order
+    ]
     left = [shard if sums == "shards" else 0 for shard in shards]
     # Group n in backward, from the head on:
     #
@@ -314,8 +299,8 @@ def peak_gradient_bytes(groups: Sequence[Group], sums: AccumulatedGradients) -> 
     #   group n            its full gradients, then the last one of them beside the new shard
     #   groups after n     what earlier microbatches left: nothing, shards or full gradients
     waiting = [
-        left[n] + (sum(full[n]) if sums == "full" or g.place == "rest" else 0)
-        for n, g in enumerate(order)
+        left[n] + (sum(full[n]) if sums == "full" or of[0].place == "rest" else 0)
+        for n, of in enumerate(order)
     ]
     return max(
         sum(shards[:n])

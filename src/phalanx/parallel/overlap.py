@@ -34,55 +34,46 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
-from phalanx.comm.axes import single_axis
 from phalanx.comm.comm import Ranks
-from phalanx.comm.fsdp import LastReduction, ShardGather, ShardReduction
+from phalanx.comm.fsdp import LastReduction, ShardGather, ShardReduction, param_groups
 from phalanx.parallel.groups import Group
 
 
-def use_engine(
-    model: nn.Module, groups: Sequence[Group], comm: Ranks, *, has_replicas: bool
-) -> None:
+def use_engine(model: nn.Module, comm: Ranks, *, has_replicas: bool) -> None:
     """Make FSDP2 gather and reduce through the engines of `comm`, and wait as late as possible.
 
     Call this after `fully_shard` has split the model and the parameters are on their device.
     """
-    last, gathers = LastReduction(), dict[FSDPModule, ShardGather]()
+    last, gathers = LastReduction(), dict[FSDPModule, list[ShardGather]]()
+    axis_of, known = comm.axis_by_ranks(), set[object]()
     # Private, and the only way to make FSDP2 start gathers asynchronously;
     # tests/parallel/test_overlap.py pins it.
     cast(FSDPModule, model)._set_unshard_async_op(True)  # pyright: ignore[reportPrivateUsage]
-    apart = {
-        parameter
-        for group in groups
-        for name in group.names
-        if group.place == "experts"
-        for parameter in model.get_submodule(name).parameters()
-    }
-    for group in groups:
-        engine = comm.engine(single_axis(group.axes.shards, comm.axes))
-        modules = [model.get_submodule(name) for name in group.names]
-        # For the rest this list has all parameters of the model; nothing overlaps its reduction.
-        trained = [p for module in modules for p in module.parameters() if p.requires_grad]
-        if group.place == "block":
-            trained = [parameter for parameter in trained if parameter not in apart]
-        is_read_at_once = functools.partial(_is_read_at_once, trained, has_replicas)
-        part = group.names[0] or "rest"
-        for module in cast(list[FSDPModule], modules):
-            gathers[module] = ShardGather(
-                engine, part
-            )  # FSDP2 uses the one of a group's last module
-            module.set_custom_all_gather(gathers[module])
-            module.set_custom_reduce_scatter(ShardReduction(engine, last, is_read_at_once, part))
+    for name, module in model.named_modules():
+        groups = param_groups(module) if isinstance(module, FSDPModule) else []
+        for group in (each for each in groups if each not in known):  # modules may have one group
+            known.add(group)
+            # Nothing overlaps the reduction of the rest.
+            of = [each.sharded_param for each in group.fsdp_params] if name else model.parameters()
+            trained = [parameter for parameter in of if parameter.requires_grad]
+            is_read_at_once = functools.partial(_is_read_at_once, trained, has_replicas)
+            ranks = dist.get_process_group_ranks(group.mesh_info.shard_process_group)
+            engine, part = comm.engine(axis_of[tuple(ranks)]), name or "rest"
+            # Private, because FSDP2 sets them only for modules of one group.
+            group._all_gather_comm = gather = ShardGather(engine, part)
+            group._reduce_scatter_comm = ShardReduction(engine, last, is_read_at_once, part)
+            gathers.setdefault(cast(FSDPModule, module), []).append(gather)
 
     def take_unused(*_: Any) -> None:
         # No later forward may use the old weights of blocks that inference skipped. For blocks
         # that a training step skips, FSDP2 drops the gather when backward ends.
         if not torch.is_grad_enabled():
-            for module, gather in gathers.items():
-                if gather.is_under_way:
+            for module, of_module in gathers.items():
+                if any(gather.is_under_way for gather in of_module):
                     cast(UnshardHandle, module.unshard(async_op=True)).wait()
 
     model.register_forward_hook(take_unused)
@@ -91,10 +82,9 @@ def use_engine(
 def gather_ahead(model: nn.Module, groups: Sequence[Group]) -> None:
     """Prefetch each block, and the head, in forward while the block before it computes.
 
-    Experts that are a group of their own are prefetched while the rest of their block computes. The
-    blocks of the model, which `fully_shard` has split, must run in the order of the groups.
+    The blocks of the model, which `fully_shard` has split, must run in the order of the groups.
     """
-    computing = [group.names for group in groups if group.place in ("block", "experts", "head")]
+    computing = dict.fromkeys(g.names for g in groups if g.place in ("block", "head"))
     modules = [cast(FSDPModule, model.get_submodule(first)) for first, *_ in computing]
     for module, following in itertools.pairwise(modules):
         module.set_modules_to_forward_prefetch([following])

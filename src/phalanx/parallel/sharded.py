@@ -28,10 +28,9 @@ Limits    Any N and M. A parameter of two groups is refused; tied weights belong
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -42,8 +41,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_leaves
 
-from phalanx.comm.axes import DENSE, ParameterAxes, axes_of, single_axis
+from phalanx.comm.axes import DENSE, EXPERT, axes_of, single_axis
 from phalanx.comm.comm import Ranks, local_shard
+from phalanx.comm.fsdp import check_placements, param_groups, placement_on
 from phalanx.comm.ledger import Entry, Phase, no_phase
 from phalanx.errors import StrategyError
 from phalanx.parallel import overlap
@@ -82,8 +82,10 @@ class ShardedSplit(Split):
         self._groups = groups_of(target, keeps=keeps)
         self._kind: Kind = cast(Kind, strategy.fsdp.kind)
         self._degree = {name: axis.degree for name, axis in strategy.axes()}
-        if strategy.tp.degree * strategy.ep.degree > 1:
+        if strategy.tp.degree > 1:
             mesh_dims()
+        if strategy.ep.degree > 1:
+            check_placements()
 
     @classmethod
     def shard_shape(cls, strategy: Strategy, part: TensorKind, shape: Shape) -> Shape:
@@ -161,43 +163,46 @@ class ShardedSplit(Split):
         strategy = self.target.strategy
         experts = {p for module in experts_of(model).values() for p in module.parameters()}
 
-        def where(axes: ParameterAxes) -> dict[str, Any]:
-            if axes == DENSE and strategy.tp.degree == 1:
-                return {"mesh": comm.sharding_mesh}
-            # tp or ep has made DTensors on this mesh, and FSDP2 must split them on the same one.
-            replicas = "dp" if "dp" in comm.axes else None
-            dims = mesh_dims()(shard=comm.axes_of(axes.shards), replicate=replicas)
-            return {"mesh": comm.model_mesh, "dp_mesh_dims": dims}
+        where: dict[str, Any] = {"mesh": comm.sharding_mesh}
+        replicas = "dp" if "dp" in comm.axes else None
+        if strategy.tp.degree > 1:
+            dims = mesh_dims()(shard=comm.axes_of(DENSE.shards), replicate=replicas)
+            # tp has made DTensors on this mesh, and FSDP2 must split them on the same one.
+            where = {"mesh": comm.model_mesh, "dp_mesh_dims": dims}
+        if experts:
+            num_shards, on_mesh = comm.size(EXPERT.shards), Shard
+            if strategy.ep.degree > 1:
+                dims = mesh_dims()(shard=comm.axes_of(EXPERT.shards), replicate=replicas)
+                on_mesh = placement_on(comm.model_mesh, dims)
 
-        def placement(num_shards: int, parameter: nn.Parameter) -> Shard | None:
-            shape = local_shard(parameter).shape
-            return Shard(shard_dim(shape, num_shards)) if parameter in experts else None
+            def placement(parameter: nn.Parameter) -> Any:
+                dim = shard_dim(local_shard(parameter).shape, num_shards)
+                return on_mesh(dim) if parameter in experts else None
 
-        # A group of FSDP2 has the parameters that no earlier one has: experts before their block.
-        for group in sorted(self._groups, key=lambda group: group.place != "experts"):
+            where["shard_placement_fn"] = placement
+        for group in self._groups:
+            if group.axes != DENSE:  # FSDP2 splits them with the group of the same modules
+                continue
             # Gathered in the dtype of the group, reduced in the master dtype.
             types = () if group.gathered == group.master else (group.gathered, group.master)
             sharded = fully_shard(
                 [model.get_submodule(name) for name in group.names],
                 reshard_after_forward=self._kind == "zero3" and not group.stays_gathered,
                 mp_policy=MixedPrecisionPolicy(*types, cast_forward_inputs=False),
-                shard_placement_fn=functools.partial(placement, group.num_shards),
-                **where(group.axes),
+                **where,
             )
             for module in sharded:
                 module.set_unshard_in_backward(group.place != "embedding")
         if not isinstance(model, FSDPModule):  # the rest has no parameters
-            fully_shard(model, **where(DENSE))
+            fully_shard(model, **where)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 cast(Any, type(module)).__deepcopy__ = _refuse_copy  # torch's raises as well
         if strategy.pp.degree > 1:
             # FSDP2 prefetches the group whose forward ran before, perhaps for another microbatch.
             # A rank with one stage prefetches the preceding group of the stage, any other nothing:
-            # to prefetch `module` itself, which is gathered, does nothing. Backward reads a block
-            # before its experts, whose forward ends first.
-            *inner, root = (each for each in _inner_first(model) if isinstance(each, FSDPModule))
-            modules = [root, *inner]
+            # to prefetch `module` itself, which is gathered, does nothing.
+            modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
             for before, module in zip([None, *modules], modules, strict=False):
                 ahead = module if before is None or self.target.num_stages > 1 else before
                 module.set_modules_to_backward_prefetch([ahead])
@@ -208,17 +213,10 @@ class ShardedSplit(Split):
         """Return the reducer, which controls the gathers and reductions of FSDP2."""
         if comm.device.type == "cpu":
             groups = self._groups
-            overlap.use_engine(model, groups, comm, has_replicas=self._degree["dp"] > 1)
+            overlap.use_engine(model, comm, has_replicas=self._degree["dp"] > 1)
             if self.target.num_stages == 1:  # else the next block may belong to another stage
                 overlap.gather_ahead(model, groups)
         return ShardedReducer(model, comm, self._kind)
-
-
-def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module after the modules inside of it."""
-    for child in module.children():
-        yield from _inner_first(child)
-    yield module
 
 
 def mesh_dims() -> type[Any]:
@@ -231,8 +229,8 @@ def mesh_dims() -> type[Any]:
         from torch.distributed.fsdp import DataParallelMeshDims
     except ImportError:
         raise StrategyError(
-            f"fsdp with tp or ep needs PyTorch 2.12 or newer, and this is {torch.__version__}; use "
-            "dp with tp or ep"
+            f"fsdp with tp needs PyTorch 2.12 or newer, and this is {torch.__version__}; use dp "
+            "with tp"
         ) from None
     return DataParallelMeshDims
 
@@ -433,8 +431,8 @@ def _begin_again_in_backward(module: nn.Module, *_: Any) -> None:
     """
     # Private; tests/parallel/test_sharded.py pins both states.
     state: Any = cast(FSDPModule, module)._get_fsdp_state()  # pyright: ignore[reportPrivateUsage]
-    group = state._fsdp_param_group
-    if group is not None and group._training_state == TrainingState.POST_BACKWARD:
+    ended = TrainingState.POST_BACKWARD
+    if any(g._training_state == ended for g in param_groups(cast(FSDPModule, module))):
         state._training_state = TrainingState.IDLE
 
 

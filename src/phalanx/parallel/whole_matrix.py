@@ -1,8 +1,8 @@
 r"""Updates that need a whole matrix: each matrix has an owner among the ranks that hold its shards.
 
 Muon, Shampoo and SOAP multiply the whole gradient of a matrix, so a step on a shard is not the
-shard of a step. Owners: Rajbhandari et al., ZeRO, SC 2020, section 5, of whole matrices and not of
-elements, as in Liu et al., Muon is Scalable for LLM Training, 2025, section 2.3.
+shard of a step. Liu et al., Muon is Scalable for LLM Training, 2025, section 2.3, gather every
+matrix on every rank of ZeRO; here one rank does so for each.
 
     W [4, 6] over fsdp2, owner rank 1              V [4, 6], owner rank 0
 
@@ -45,8 +45,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.comm.axes import EXPERT, axes_of, flattened
 from phalanx.comm.comm import Comm
-from phalanx.comm.ledger import Entry
-from phalanx.parallel.split import entries_of
+from phalanx.comm.ledger import Entry, Tally, sent_bytes, sent_in_pieces
+from phalanx.comm.row_counts import RowCounts
 
 ROUND_BYTES = 256 * 1024 * 1024
 """Bytes of whole matrices that an owner holds at once, or one matrix if that is larger."""
@@ -118,17 +118,22 @@ class Matrix:
 
 @dataclass(frozen=True)
 class _Move:
-    """An all-to-all between the owners of an axis and the holders of pieces; or an all-gather.
+    """A collective that moves matrices over an axis.
 
     Attributes:
         axis: the axis.
-        matrices: (matrix, number of the cut) that move, in one order on all ranks of the axis.
-        width: elements of a message, padded to the longest.
+        matrices: (matrix, number of its cuts that remain), in one order on all ranks of the axis.
+        counts: elements that each rank sends to each owner in the all-to-all of a gather.
     """
 
     axis: str
     matrices: tuple[tuple[Matrix, int], ...]
-    width: int
+    counts: RowCounts
+
+    @property
+    def width(self) -> int:
+        """Elements of the longest shard of an all-gather, to which the others are padded."""
+        return max(self.counts.matrix[0])
 
 
 @dataclass(frozen=True)
@@ -212,9 +217,10 @@ class Owners:
             for queue in self._queues.values():
                 size, number = 0, 0
                 for matrix in (each for each in queue if each.parameter in key[0]):
-                    size += math.prod(matrix.shape) * itemsize
-                    if size > ROUND_BYTES and matrix is not queue[0]:
-                        size, number = math.prod(matrix.shape) * itemsize, number + 1
+                    own = math.prod(matrix.shape) * itemsize
+                    if size and size + own > ROUND_BYTES:
+                        size, number = 0, number + 1
+                    size += own
                     number_of[matrix] = number
             chosen = [m for m in self.matrices if m in number_of]
             self._rounds[key] = [
@@ -234,13 +240,13 @@ class Owners:
             dtype: data type in which the pieces are sent.
         """
         held = {
-            matrix: piece_of(matrix).to(dtype)
+            matrix: piece_of(matrix)
             for matrix in each.matrices
             if self._owns(matrix, self._replicas(matrix))
         }
         for move in each.moves:
             held |= self._move(move, held, dtype, to_owner=True)
-        return {m: tensor for m, tensor in held.items() if self._owns(m, self._axes)}
+        return {m: tensor.to(dtype) for m, tensor in held.items() if self._owns(m, self._axes)}
 
     def scatter(
         self, each: Round, wholes: Mapping[Matrix, Tensor], dtype: torch.dtype
@@ -277,20 +283,24 @@ class Owners:
             itemsize: bytes of an element on the way to the owner.
             back: bytes of an element on the way back; `itemsize` if None.
         """
-        rows: list[tuple[str, str, str, int, int]] = []
+        tally, phase = Tally(), "optimizer"
         for each in self.rounds(used, itemsize):
             for move in each.moves:
-                elements = self._comm.size(move.axis) * move.width
-                rows += [
-                    ("optimizer", move.axis, "all_to_all", 1, elements * size)
-                    for size in (itemsize, back or itemsize)
-                ]
+                me = self._comm.coord(move.axis)
+                for counts, size in (
+                    (move.counts, itemsize),
+                    (move.counts.reversed, back or itemsize),
+                ):
+                    sizes = counts.sent(me)
+                    num_bytes = sum(sizes) * size
+                    sent = sent_in_pieces(num_bytes, sizes, me)
+                    tally.add(phase, move.axis, "all_to_all", num_bytes, sent)
             for copy in each.copies:
-                elements = self._comm.size(copy.axis) * copy.width
-                rows.append(
-                    ("optimizer", copy.axis, "all_gather", 1, elements * (back or itemsize))
-                )
-        return entries_of(rows, self._comm.size)
+                num_ranks = self._comm.size(copy.axis)
+                num_bytes = num_ranks * copy.width * (back or itemsize)
+                sent = sent_bytes("all_gather", num_bytes, num_ranks)
+                tally.add(phase, copy.axis, "all_gather", num_bytes, sent)
+        return tally.entries()
 
     def _coord(self, matrix: Matrix, name: str) -> int:
         """Return the owner's row-major index among the ranks of an axis or a flattened axis."""
@@ -350,12 +360,13 @@ class Owners:
         matrices: list[tuple[Matrix, int]],
         sizes_of: Callable[[Matrix, int], Iterable[tuple[int, int]]],
     ) -> _Move:
-        """Return a move whose messages are as long as the longest of any two ranks."""
-        totals: dict[tuple[int, int], int] = defaultdict(int)
+        """Return a move; `sizes_of` returns the elements at each coordinate of the axis."""
+        num_ranks = self._comm.size(axis)
+        counts = [[0] * num_ranks for _ in range(num_ranks)]
         for matrix, number in matrices:
             for coord, size in sizes_of(matrix, number):
-                totals[coord, self._coord(matrix, axis)] += size
-        return _Move(axis, tuple(matrices), max(totals.values()))
+                counts[coord][self._coord(matrix, axis)] += size
+        return _Move(axis, tuple(matrices), RowCounts(tuple(map(tuple, counts))))
 
     def _piece_sizes(self, matrix: Matrix, number: int) -> Iterable[tuple[int, int]]:
         cut, whole = matrix.cuts[number], matrix.shape_before(number, self._comm)
@@ -374,37 +385,36 @@ class Owners:
             To owners, the matrices that this rank owns, joined over the axis; else all pieces.
         """
         comm, axis = self._comm, move.axis
-        me, num = comm.coord(axis), comm.size(axis)
-        sent = self._empty((num, move.width), dtype, axis)
-        received = torch.empty_like(sent)
-        out, into = [0] * num, [0] * num  # the ends of each message so far
+        me, counts = comm.coord(axis), move.counts if to_owner else move.counts.reversed
+        sent = self._empty((sum(counts.sent(me)),), dtype, axis)
+        outgoing = [*sent.split(counts.sent(me))]
 
-        def part(messages: Tensor, ends: list[int], peer: int, shape: Sequence[int]) -> Tensor:
-            first = ends[peer]
-            ends[peer] += math.prod(shape)
-            return messages[peer, first : ends[peer]].view(*shape)
+        def next_part(messages: list[Tensor], peer: int, shape: Sequence[int]) -> Tensor:
+            size = math.prod(shape)
+            part, messages[peer] = messages[peer][:size], messages[peer][size:]
+            return part.view(*shape)
 
         for matrix, number in move.matrices:
             cut, owner = matrix.cuts[number], self._coord(matrix, axis)
             whole = matrix.shape_before(number, comm)
             if to_owner:
-                part(sent, out, owner, cut.shape(whole, me)).copy_(held[matrix])
+                next_part(outgoing, owner, cut.shape(whole, me)).copy_(held[matrix])
             elif owner == me:
-                for coord in range(num):
-                    piece = part(sent, out, coord, cut.shape(whole, coord))
+                for coord in range(comm.size(axis)):
+                    piece = next_part(outgoing, coord, cut.shape(whole, coord))
                     for source, target in cut.pairs(held[matrix], piece, coord):
                         target.copy_(source)
-        comm.exchange_start(received, sent, axis).wait()
+        incoming = [*comm.exchange_rows(sent, axis, counts).split(counts.received(me))]
         moved: dict[Matrix, Tensor] = {}
         for matrix, number in move.matrices:
             cut, owner = matrix.cuts[number], self._coord(matrix, axis)
             whole = matrix.shape_before(number, comm)
             if not to_owner:
-                moved[matrix] = part(received, into, owner, cut.shape(whole, me))
+                moved[matrix] = next_part(incoming, owner, cut.shape(whole, me))
             elif owner == me:
-                moved[matrix] = joined = received.new_empty(whole)
-                for coord in range(num):
-                    piece = part(received, into, coord, cut.shape(whole, coord))
+                moved[matrix] = joined = sent.new_empty(whole)
+                for coord in range(comm.size(axis)):
+                    piece = next_part(incoming, coord, cut.shape(whole, coord))
                     for target, source in cut.pairs(joined, piece, coord):
                         target.copy_(source)
         return moved

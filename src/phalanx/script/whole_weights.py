@@ -19,13 +19,13 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import phalanx
 from phalanx.checkpoint import state
 from phalanx.checkpoint.registered import is_extra_state
 from phalanx.checkpoint.untrusted import brief
-from phalanx.comm.comm import Comm, local_shard
+from phalanx.comm.comm import Comm, fill_shard
 from phalanx.comm.together import broadcast_object, first_object
 from phalanx.errors import ScriptError
 from phalanx.parallel.sharded import free_gathered
@@ -75,12 +75,7 @@ def load_whole(model: nn.Module, given: Any, comm: Comm) -> None:
         if comm.is_first:
             whole.copy_(given[name])
         comm.broadcast(whole, "job")
-        if isinstance(tensor, DTensor):
-            # All ranks have the same whole tensor, so each cuts its own shard.
-            whole = distribute_tensor(
-                whole, tensor.device_mesh, tensor.placements, src_data_rank=None
-            )
-        local_shard(tensor.detach()).copy_(local_shard(whole))
+        fill_shard(tensor, whole)
 
 
 def _problem(given: Any, own: Mapping[str, Any]) -> str | None:
@@ -221,8 +216,7 @@ def _draw_whole(op: Any, args: tuple[Any, ...], kwargs: Any) -> DTensor:
     tensor, *rest = args
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     op(whole, *rest, **kwargs)
-    own = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
-    local_shard(tensor).copy_(local_shard(own))
+    fill_shard(tensor, whole)
     return tensor
 
 

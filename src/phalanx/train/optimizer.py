@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -252,8 +252,7 @@ class Muon(AdamW):
     """Muon for the groups with `use_muon`, and AdamW for all other groups.
 
     A parameter of Muon is a matrix, or a stack of matrices [E, F, D]. Its step is exact under every
-    split, see parallel/whole_matrix.py; `phalanx.Run.prepare` and the trainers tell the optimizer
-    how its parameters are split.
+    split, see parallel/whole_matrix.py; `phalanx.Run.prepare` and the trainers `bind` it.
 
     Attributes:
         owners: owners of the matrices; None before `bind`, with all matrices whole here.
@@ -298,6 +297,13 @@ class Muon(AdamW):
             adam_eps: added to the root of AdamW's second moment.
             fused: whether AdamW is fused; the choice of PyTorch if None.
         """
+        if adjust_lr_fn not in (None, *get_args(AdjustedRate)):
+            raise ScriptError(
+                f"Muon: adjust_lr_fn is {adjust_lr_fn!r}; expected one of "
+                f"{', '.join(get_args(AdjustedRate))}, or None"
+            )
+        if ns_dtype not in (None, "bfloat16", "float16", "float32"):
+            raise ScriptError(f"Muon: ns_dtype is {ns_dtype!r}; the nearest is 'bfloat16'")
         self._of_adam = {"eps": adam_eps, "use_muon": False}
         self._of_muon = {
             "use_muon": True, "momentum": momentum, "nesterov": nesterov, "eps": eps,

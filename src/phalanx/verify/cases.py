@@ -19,7 +19,7 @@ from phalanx.data.samples import Batch
 from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.registry import shape_of, with_sizes
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel.pipeline.cut import num_stages
 from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Strategy
@@ -62,6 +62,21 @@ def awkward_shapes(strategy: Strategy) -> dict[str, ModelShape]:
         mlp="geglu", bias="qkv", qk_norm="projection", scaled_embedding=True,
     )  # fmt: skip
     shapes = {"llama": llama, "gpt2": gpt2, "windowed": windowed}
+    if (num_ranks := strategy.ep.degree) > 1:  # which splits nothing else
+        of_llama = ExpertShape(
+            num_experts=3 * num_ranks, top_k=2, ffn=5 * unit, shared_ffn=3 * unit,
+            has_shared_gate=True, aux_loss=0.01, z_loss=0.001,
+        )  # fmt: skip
+        of_windowed = ExpertShape(
+            num_experts=4 * num_ranks, top_k=3, ffn=5 * unit, score="sigmoid", renormalizes=True,
+            scaling=2.5, num_groups=2 * num_ranks, top_groups=2, has_bias=True, bias_rate=0.01,
+        )  # fmt: skip
+        with_limit = dataclasses.replace(of_llama, has_shared_gate=False, capacity=1.0)
+        shapes = {
+            "llama": dataclasses.replace(llama, experts=of_llama),
+            "capacity": dataclasses.replace(llama, experts=with_limit),
+            "windowed": dataclasses.replace(windowed, experts=of_windowed),
+        }
     even = 2 * strategy.tp.degree * 17
     return {
         name: shape if splits(shape, strategy) else dataclasses.replace(shape, vocab_size=even)
@@ -146,7 +161,8 @@ def configured_cases(strategy: Strategy, config: VerifyConfig) -> dict[str, Case
         if strategy.pp.degree > 1 and config.accumulation is None:
             # A schedule is built for a multiple of the ranks, and cut: one case needs all of it.
             full = dataclasses.replace(config, accumulation=2 * strategy.pp.degree)
-            cases["gpt2"] = configured_case(shapes["gpt2"], strategy, full)
+            name = "gpt2" if "gpt2" in shapes else "windowed"
+            cases[name] = configured_case(shapes[name], strategy, full)
         accumulation, num_rows = _sizes(strategy, config)
         cases |= module_cases(strategy, config, num_rows, accumulation)
     return cases
@@ -292,7 +308,7 @@ def module_cases(
 
     The BatchNorm case takes each step's rows in one microbatch; a pipeline or servers exclude it.
     """
-    if not strategy.has_whole_samples or strategy.cut:
+    if not strategy.has_whole_samples or strategy.cut or strategy.ep.degree > 1:
         return {}
     generator = torch.Generator().manual_seed(config.seed)
     batches = [
