@@ -217,6 +217,11 @@ class ExpertShape(Parts):
         """Whether there are auxiliary losses."""
         return self.aux_loss > 0 or self.z_loss > 0
 
+    @property
+    def without_losses(self) -> ExpertShape:
+        """The experts without auxiliary losses, whose operations and messages are the same."""
+        return replace(self, aux_loss=0.0, z_loss=0.0)
+
     def needs_first_pass(self, num_microbatches: int, num_stages: int) -> bool:
         """Return whether a step counts loads by forwards of their own, before the first backward.
 
