@@ -213,7 +213,7 @@ def test_the_grouped_product_equals_slices(
     assert not grouped["experts.gate"][idle].any(), "its gradient is zero"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_rows_of_other_experts_change_no_bit(dtype: torch.dtype) -> None:
     made = branch(FEW, dtype).experts
     rows = inputs(dtype).flatten(0, 1)

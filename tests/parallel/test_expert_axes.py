@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from marks import by_hand
-from phalanx.comm.axes import DENSE, EXPERT
-from phalanx.comm.comm import Comm, Ranks, SingleRankComm
+from phalanx.comm.comm import Comm
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.config import OptimizerConfig
-from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel.accumulate import Runner
-from phalanx.parallel.plan import Plan, plan_decoder
-from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
-from phalanx.train.step import SINGLE, Step
+from phalanx.train.step import Step
 from phalanx.verify.batches import decoder_batches
 from phalanx.verify.record import split
 
