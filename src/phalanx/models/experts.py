@@ -264,7 +264,7 @@ class MoE(nn.Module):
         experts_Nk, weights_Nk = self.router(x_ND, counted_N)
         order_M = experts_Nk.flatten().argsort(stable=True)
         if self.training and (capacity := self.router.experts.capacity) is not None:
-            experts_BTk = experts_Nk.view(*x_BTD.shape[:2], -1)
+            experts_BTk = experts_Nk.view(*x_BTD.shape[:2], experts_Nk.shape[1])
             places_BTk, length = self.places(experts_BTk, num_experts)
             most = math.ceil(capacity * experts_Nk.shape[1] * length / num_experts)
             is_kept_Nk = places_BTk.view_as(experts_Nk) < most
