@@ -76,14 +76,14 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: floa
 @pytest.mark.parametrize("name", KINDS)
 def test_experts_equal_the_plain_loop(name: str) -> None:
     ours = branch(KINDS[name])
-    theirs = plain.MoE(dataclasses.replace(SHAPE, experts=KINDS[name]), KINDS[name]).double()
+    theirs = plain.PlainMoE(dataclasses.replace(SHAPE, experts=KINDS[name]), KINDS[name]).double()
     theirs.load_state_dict(ours.state_dict())
     assert_close(gradients(ours, inputs()), gradients(theirs, inputs()), 1e-12)
 
 
 def test_geglu_experts_equal_the_plain_loop() -> None:
     ours = branch(FEW, mlp="geglu")
-    theirs = plain.MoE(dataclasses.replace(SHAPE, mlp="geglu"), FEW).double()
+    theirs = plain.PlainMoE(dataclasses.replace(SHAPE, mlp="geglu"), FEW).double()
     theirs.load_state_dict(ours.state_dict())
     assert_close(gradients(ours, inputs()), gradients(theirs, inputs()), 1e-12)
 
