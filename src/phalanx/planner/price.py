@@ -342,7 +342,7 @@ def tensor_host_s(strategy: Strategy, job: Cluster, software: Software) -> float
 
 
 def _is_of_data(entry: Entry) -> bool:
-    """Return whether gradients or weights are sent, also summed over cp or ep alone."""
+    """Return whether gradients or weights are sent, also summed over other axes alone."""
     axes = {*entry.axis.split("_")}
     sums = entry.op == "all_reduce" and not axes.isdisjoint((POSITIONS, "ep"))
     return (sums or not axes.isdisjoint(("dp", "fsdp"))) and entry.phase != "agree"
