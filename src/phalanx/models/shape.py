@@ -63,7 +63,7 @@ class Lora:
         """Return the adapters that a setting such as `r=16,alpha=32,targets=q_proj+v_proj` names.
 
         Without `alpha`, it is twice the rank; without `targets`, all linear maps of the blocks of a
-        model of this `mlp` kind have adapters. Experts have none, as in PEFT.
+        model of this `mlp` kind have adapters. Experts have none.
 
         Raises:
             ConfigError: an entry is unknown or has an invalid value.
@@ -216,6 +216,11 @@ class ExpertShape(Parts):
     def has_losses(self) -> bool:
         """Whether there are auxiliary losses."""
         return self.aux_loss > 0 or self.z_loss > 0
+
+    @property
+    def without_losses(self) -> ExpertShape:
+        """The experts without auxiliary losses, whose operations and messages are the same."""
+        return replace(self, aux_loss=0.0, z_loss=0.0)
 
     def needs_first_pass(self, num_microbatches: int, num_stages: int) -> bool:
         """Return whether a step counts loads by forwards of their own, before the first backward.
