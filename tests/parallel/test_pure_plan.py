@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Block, Decoder
 from phalanx.models.registry import shape_of
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel.plan import Plan, plan_decoder
 from phalanx.parallel.tensor import account
 from phalanx.strategy import KINDS, Strategy
@@ -22,6 +23,7 @@ SHAPE = ModelShape(
     vocab_size=64, num_layers=6, hidden=32, num_heads=8, num_kv_heads=8, head_dim=4, ffn=48,
     max_seq_len=32, tied=True, dropout=0.1,
 )  # fmt: skip
+EXPERTS = ExpertShape(num_experts=4, top_k=2, ffn=24)
 MICROBATCHES = [(8, 16)] * 4
 ROLES = {"blocks.*": "branch", "blocks.*.up": "column", "blocks.*.down": "row", "outer.*": "local"}
 
@@ -112,9 +114,12 @@ def texts() -> list[str]:
 @pytest.mark.parametrize("text", texts())
 def test_asking_a_plan_leaves_the_model_as_it_is(text: str, build: Callable[[], nn.Module]) -> None:
     model, strategy = build(), Strategy.parse(text)
+    if build is decoder and strategy.ep.degree > 1:
+        model = Decoder(dataclasses.replace(SHAPE, experts=EXPERTS))
     roles = ROLES if build is AnyModule and strategy.tp.degree > 1 else None
     before = everything(model)
-    if build is AnyModule and (strategy.cp.degree > 1 or "every" in text or "sqrt" in text):
+    is_of_decoders = strategy.cp.degree * strategy.ep.degree > 1
+    if build is AnyModule and (is_of_decoders or "every" in text or "sqrt" in text):
         with pytest.raises(StrategyError):
             Plan(strategy, model, roles=roles)
     else:
