@@ -23,7 +23,6 @@ SHAPE = ModelShape(
     vocab_size=64, num_layers=6, hidden=32, num_heads=8, num_kv_heads=8, head_dim=4, ffn=48,
     max_seq_len=32, tied=True, dropout=0.1,
 )  # fmt: skip
-EXPERTS = ExpertShape(num_experts=4, top_k=2, ffn=24)
 MICROBATCHES = [(8, 16)] * 4
 ROLES = {"blocks.*": "branch", "blocks.*.up": "column", "blocks.*.down": "row", "outer.*": "local"}
 
@@ -61,8 +60,15 @@ class AnyModule(nn.Module):
         return self.get_submodule("outer.1")(x)
 
 
+EXPERTS = dataclasses.replace(SHAPE, experts=ExpertShape(num_experts=4, top_k=2, ffn=16))
+
+
 def decoder() -> Decoder:
     return Decoder(SHAPE)
+
+
+def sparse() -> Decoder:
+    return Decoder(EXPERTS)
 
 
 def contents(value: Any) -> Any:
@@ -113,13 +119,12 @@ def texts() -> list[str]:
 @pytest.mark.parametrize("build", [decoder, AnyModule])
 @pytest.mark.parametrize("text", texts())
 def test_asking_a_plan_leaves_the_model_as_it_is(text: str, build: Callable[[], nn.Module]) -> None:
-    model, strategy = build(), Strategy.parse(text)
-    if build is decoder and strategy.ep.degree > 1:
-        model = Decoder(dataclasses.replace(SHAPE, experts=EXPERTS))
+    strategy = Strategy.parse(text)
+    model = sparse() if build is decoder and strategy.ep.degree > 1 else build()
     roles = ROLES if build is AnyModule and strategy.tp.degree > 1 else None
     before = everything(model)
-    is_of_decoders = strategy.cp.degree * strategy.ep.degree > 1
-    if build is AnyModule and (is_of_decoders or "every" in text or "sqrt" in text):
+    only_decoder = strategy.cp.degree * strategy.ep.degree > 1 or "every" in text or "sqrt" in text
+    if build is AnyModule and only_decoder:
         with pytest.raises(StrategyError):
             Plan(strategy, model, roles=roles)
     else:
@@ -140,12 +145,16 @@ def test_what_is_compared_sees_a_change() -> None:
         assert everything(model) != before
 
 
-@pytest.mark.parametrize("text", ["pp2,fsdp2", "fsdp4,tp2", "pp2,cp2,tp2", "pp3:interleaved/2"])
+@pytest.mark.parametrize(
+    "text",
+    ["pp2,fsdp2", "fsdp4,tp2", "pp2,cp2,tp2", "pp3:interleaved/2", "dp2,ep2", "pp2,fsdp2,ep2"],
+)
 def test_a_plan_of_a_shape_answers_as_one_of_the_model(text: str) -> None:
     strategy = Strategy.parse(text)
+    shape = EXPERTS if strategy.ep.degree > 1 else SHAPE
     with torch.device("meta"):
-        model = Decoder(SHAPE)
-    plans = plan_decoder(strategy, SHAPE), Plan(strategy, model)
+        model = Decoder(shape)
+    plans = plan_decoder(strategy, shape), Plan(strategy, model)
     for pp_rank in range(strategy.pp.degree):
         one, other = (plan.for_pp_rank(pp_rank) for plan in plans)
         assert one.holds(4) == other.holds(4)
