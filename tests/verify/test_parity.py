@@ -169,6 +169,27 @@ def test_muon(texts: Sequence[str], kind: Any, subtests: pytest.Subtests) -> Non
     check_parity(subtests, pairs)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "texts", jobs("ep2", "fsdp2", "dp2,ep2", "fsdp2:zero1,ep2", "ep2,tp2", "pp2,ep2")
+)
+def test_muon_of_experts(texts: Sequence[str], subtests: pytest.Subtests) -> None:
+    """A stack of experts is a matrix each; router and gate of the shared expert are AdamW's."""
+    experts = ExpertShape(num_experts=4, top_k=2, ffn=12, shared_ffn=8, has_shared_gate=True)
+    shape = dataclasses.replace(LLAMA, num_kv_heads=8, dropout=0.0, experts=experts)
+    settings = OptimizerConfig(kind="muon", warmup_steps=0)
+    pairs: list[tuple[Case, Strategy]] = []
+    for strategy in map(Strategy.parse, texts):
+        case = case_of(shape, 2, 13, strategy.data_ranks)
+        pairs.append((dataclasses.replace(case, optimizer=settings), strategy))
+    (num_ranks,) = {strategy.num_ranks for _, strategy in pairs}
+    for verdict in run_ranks(verdicts_on_ranks, num_ranks, pairs)[0]:
+        with subtests.test(verdict.strategy):
+            assert max(d.error for d in verdict.differences) <= 1e-10, str(verdict)
+            quantities = {d.quantity for d in verdict.differences if "experts" in d.name}
+            assert "optimizer's momentum_buffer" in quantities
+
+
 def by_rows(right: Any) -> Any:
     """Orthogonalise each half of the rows, as if it were a matrix."""
     return lambda matrix, *how: torch.cat([right(half, *how) for half in matrix.chunk(2)])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import ClassVar, Final, Literal, NoReturn
+from typing import Any, ClassVar, Final, Literal, NoReturn
 
 from phalanx.config.fields import Parts
 from phalanx.errors import ConfigError, nearest
@@ -113,6 +113,12 @@ def linear_maps(mlp: str, has_experts: bool) -> list[str]:
     return [name for name in every if not (has_experts and name.startswith("mlp."))]
 
 
+IN_EVALUATION: Final[Mapping[str, Any]] = MappingProxyType(
+    {"bias_rate": 0.0, "aux_loss": 0.0, "pools_layers": False, "z_loss": 0.0, "capacity": None}
+)
+"""Values in an evaluation of the attributes of `ExpertShape` that act in training alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape(Parts):
     """Experts in place of the MLP: a router sends each token to `top_k` of `num_experts` MLPs.
@@ -202,9 +208,19 @@ class ExpertShape(Parts):
         )
 
     @property
+    def as_evaluated(self) -> ExpertShape:
+        """The experts without what acts in training alone, and may differ from a checkpoint's."""
+        return replace(self, **IN_EVALUATION)
+
+    @property
     def has_losses(self) -> bool:
         """Whether there are auxiliary losses."""
         return self.aux_loss > 0 or self.z_loss > 0
+
+    @property
+    def without_losses(self) -> ExpertShape:
+        """The experts without auxiliary losses, whose operations and messages are the same."""
+        return replace(self, aux_loss=0.0, z_loss=0.0)
 
     def needs_first_pass(self, num_microbatches: int, num_stages: int) -> bool:
         """Return whether a step counts loads by forwards of their own, before the first backward.
