@@ -102,6 +102,7 @@ def read(row: Mapping[str, Any]) -> PublishedRun:
         microbatch=microbatch,
         accumulation=accumulation,
     )
+    planned = dataclasses.replace(planned, model=dataclasses.replace(planned.model, imbalance=1.0))
     lacks = ""
     if shape.experts is not None and strategy.tp.degree > 1:
         # Megatron's ranks of tp route a part of the tokens each, to whole experts. Here they have

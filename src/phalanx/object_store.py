@@ -114,6 +114,7 @@ def ask(
         done = asyncio.run_coroutine_threadsafe(work, files.loop)
     else:
         done = Future[Any]()
+        done.set_running_or_notify_cancel()  # so that a request that hangs may end later
 
         def run() -> None:
             try:

@@ -18,7 +18,7 @@ from phalanx.account.activations import activations
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Block, Decoder
 from phalanx.models.random import row_keys
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel import recompute
 from phalanx.strategy import Recompute, Strategy
 
@@ -48,6 +48,8 @@ SHAPES = {
         full_every=2, window_theta=100.0, dropout=0.1,
     ),
 }  # fmt: skip
+EXPERTS = ExpertShape(num_experts=8, top_k=2, ffn=64, first_dense=1, shared_ffn=48)
+SPARSE = dataclasses.replace(LLAMA, experts=EXPERTS)
 SOME = ("llama, grouped, dropout", "gpt2, dropout", "olmo2")
 """Between them have each part; gemma3 and its window are measured with documents."""
 
@@ -117,6 +119,34 @@ def test_predicted_within_5_percent(name: str, precision: str, text: str) -> Non
 def test_predicted_within_5_percent_with_documents(precision: str, text: str) -> None:
     check(SHAPES["llama, grouped, dropout"], precision, text, has_documents=True)
     check(SHAPES["gemma3"], precision, text, has_documents=True)
+
+
+@pytest.mark.parametrize("text", ["none", "full", "selective"])
+@pytest.mark.parametrize("precision", [by_hand("float32"), "bfloat16"])
+def test_predicted_within_5_percent_with_experts(precision: str, text: str) -> None:
+    """Of a first block with an MLP, and three with a router, experts and a shared expert."""
+    check(SPARSE, precision, text, has_documents=False)
+
+
+def test_experts_hold_what_their_rows_are() -> None:
+    """Of each selection an input, an output and four inner activations; of the busiest, more."""
+    sizes = (SEQ_LEN, NUM_ROWS, "bfloat16")
+    narrow = dataclasses.replace(EXPERTS, ffn=32)
+    whole, half = (
+        activations(
+            dataclasses.replace(SPARSE, experts=of), Strategy(), *sizes, device="cuda",
+            has_casts=False,
+        ).blocks
+        for of in (EXPERTS, narrow)
+    )  # fmt: skip
+    num_rows = EXPERTS.top_k * NUM_ROWS * SEQ_LEN
+    assert whole - half == 3 * num_rows * 4 * 32 * 2
+    split = Strategy.parse("ep4")
+    even, busiest = (
+        activations(SPARSE, split, *sizes, device="cuda", has_casts=False, imbalance=each).blocks
+        for each in (1.0, 1.5)
+    )
+    assert busiest - even == 3 * num_rows // 2 * (2 * SPARSE.hidden + 4 * EXPERTS.ffn) * 2
 
 
 def check(shape: ModelShape, precision: str, text: str, *, has_documents: bool) -> None:

@@ -14,7 +14,7 @@ from phalanx.errors import ConfigError, StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.random import row_keys
 from phalanx.models.registry import shape_of
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, LatentShape, ModelShape
 from phalanx.parallel import recompute
 from phalanx.strategy import Recompute, Strategy
 
@@ -28,6 +28,9 @@ BASE = ModelShape(
     ffn=80,
     max_seq_len=64,
 )
+# Rows of 18 floats are no multiple of 16 bytes, so experts are products that torch counts.
+EXPERTS = ExpertShape(num_experts=4, top_k=2, ffn=18, first_dense=1, shared_ffn=18)
+LATENT = LatentShape(query_rank=20, kv_rank=14, plain_dim=8, rope_dim=4, value_dim=12)
 SHAPES = {
     "llama": BASE,
     "grouped queries": replace(BASE, num_kv_heads=2, num_layers=3),
@@ -40,6 +43,11 @@ SHAPES = {
     "qwen2": replace(BASE, num_kv_heads=2, bias="qkv"),
     "olmo2": replace(BASE, norm_at="output", num_kv_heads=2, qk_norm="projection"),
     "gemma3": replace(BASE, norm="rms+1", norm_at="both", qk_norm=True, mlp="geglu", tied=True),
+    "experts": replace(BASE, num_layers=3, experts=EXPERTS),
+    "latent": replace(BASE, head_dim=12, latent=LATENT),
+    "latent, experts": replace(
+        BASE, head_dim=12, latent=replace(LATENT, query_rank=None), experts=EXPERTS
+    ),
 }
 WINDOWED = replace(BASE, window=5, full_every=2, num_layers=3)
 
@@ -85,7 +93,7 @@ def test_forward_alone_equals_what_torch_counts() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dropout", [by_hand(0.0), 0.1])
-@pytest.mark.parametrize("name", ["grouped queries", "gpt2", by_hand("olmo2")])
+@pytest.mark.parametrize("name", ["grouped queries", "gpt2", "experts", by_hand("olmo2")])
 def test_recomputed_flops_equal_those_that_torch_counts(
     name: str, dropout: float, policy: str
 ) -> None:
@@ -102,7 +110,11 @@ def test_parameters_equal_those_of_the_module(name: str) -> None:
     assert num_parameters(shape).total == sum(p.numel() for p in decoder.parameters())
     matrices = [p for n, p in decoder.named_parameters() if p.ndim == 2 and "embedding" not in n]
     tied = decoder.embedding.weight.numel() if shape.tied else 0
-    assert num_parameters(shape).matmul == sum(p.numel() for p in matrices) + tied
+    stacked = [p for p in decoder.parameters() if p.ndim == 3]
+    active = sum(p.numel() * EXPERTS.top_k // EXPERTS.num_experts for p in stacked)
+    count = num_parameters(shape)
+    assert count.matmul == sum(p.numel() for p in matrices) + active + tied
+    assert count.experts == sum(p.numel() for p in stacked) == 2 * count.idle
 
 
 @pytest.mark.parametrize(
@@ -115,6 +127,38 @@ def test_parameters_equal_those_of_the_module(name: str) -> None:
 )
 def test_parameters_of_published_models(preset: str, published: int) -> None:
     assert num_parameters(shape_of(preset)).total == published
+
+
+@pytest.mark.parametrize(
+    ("preset", "total", "active"),
+    [
+        ("mixtral-8x7b", "46.7", "12.9"),
+        ("qwen3-30b-a3b", "30.5", "3.4"),
+        ("qwen3-235b-a22b", "235.1", "22.2"),
+        ("olmoe-1b-7b", "6.9", "1.3"),
+        ("deepseek-v3-671b", "671.0", "37.6"),
+    ],
+)
+def test_total_and_active_parameters(preset: str, total: str, active: str) -> None:
+    """Of the papers: 46.7 B / 12.9 B, 30.5 B / 3.3 B, 235 B / 22 B, 6.9 B / 1.3 B, 671 B / 37 B.
+
+    Qwen3-30B-A3B has 3.35 B, which the paper truncates. DeepSeek counts without the embedding, of
+    which a token reads one row: 36.6 B by its README_WEIGHTS.
+    """
+    count = num_parameters(shape_of(preset))
+    assert (f"{count.total / 1e9:.1f}", f"{count.active / 1e9:.1f}") == (total, active)
+    if preset.startswith("deepseek"):
+        assert f"{(count.active - count.embedding) / 1e9:.1f}" == "36.6"
+
+
+def test_flops_follow_the_active_parameters() -> None:
+    """Of grouped products, which torch has no formula for: 6 N of each token, N active weights."""
+    for preset in ("olmoe-1b-7b", "deepseek-v3-671b"):
+        shape = replace(shape_of(preset), num_layers=4)
+        flops = step_flops(shape, 1024, 2)
+        assert flops.linear_forward == 2 * num_parameters(shape).matmul * 2048
+        assert flops.is_of_active and not step_flops(BASE, 24, 1).is_of_active
+    assert step_flops(shape, 1024, 2, recompute=POLICIES["selective"]).recompute == 0
 
 
 def test_palm_formula_holds_with_full_attention() -> None:

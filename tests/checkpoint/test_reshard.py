@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 from phalanx.train.objective import NextToken
@@ -109,8 +110,18 @@ CHAIN = ("dp1", "tp2", "tp4:2d", "tp8:3d", "tp8:2.5d/2", "fsdp2,tp2", "dp1", "dp
 """Each goes on where the one before has stopped."""
 
 
+EXPERTS = dataclasses.replace(
+    SHAPE, norm="rms", bias=False, experts=ExpertShape(num_experts=4, top_k=2, ffn=18, shared_ffn=8)
+)
+
+
 def two_steps(
-    run: Path, text: str, steps_done: int, num_steps: int, kind: Literal["adamw", "muon"] = "adamw"
+    run: Path,
+    text: str,
+    steps_done: int,
+    num_steps: int,
+    kind: Literal["adamw", "muon"] = "adamw",
+    shape: ModelShape = SHAPE,
 ) -> tuple[list[tuple[float, float]], State, State]:
     """Go on from the latest checkpoint, if there is one, and save; all in float64.
 
@@ -119,12 +130,12 @@ def two_steps(
     """
     strategy = Strategy.parse(text)
     comm = Ranks(strategy)
-    model = Decoder(SHAPE).double()
+    model = Decoder(shape).double()
     model.initialize(3 + steps_done)  # other weights than those in the checkpoint
     runner = Plan(strategy, model).build(comm)
     config = OptimizerConfig(kind=kind, warmup_steps=1)
     step = Step(
-        model, build_optimizer(model, config, comm), NextToken(3, SHAPE.dropout), config,
+        model, build_optimizer(model, config, comm), NextToken(3, shape.dropout), config,
         comm=comm, num_steps=2 * len(CHAIN), run=runner,
     )  # fmt: skip
     loaded: State = {}
@@ -132,7 +143,7 @@ def two_steps(
         state.load(manifest.find(run), model, step.optimizer)
         loaded = runs.whole_state(model, step.optimizer)
         step.steps_done = steps_done
-    batches = decoder_batches(SHAPE, 99, 6, 9, 0, 3)[steps_done : steps_done + num_steps]
+    batches = decoder_batches(shape, 99, 6, 9, 0, 3)[steps_done : steps_done + num_steps]
     results = [
         step(split_rows(batch, comm.coord("data"), comm.size("data"), 2)) for batch in batches
     ]
@@ -142,11 +153,12 @@ def two_steps(
 
 
 def two_steps_each(
-    run: Path, texts: list[str], steps_done: int, kind: Literal["adamw", "muon"] = "adamw"
+    run: Path, texts: list[str], steps_done: int, kind: Literal["adamw", "muon"], shape: ModelShape
 ) -> list[tuple[list[tuple[float, float]], State, State]]:
     """Go on under strategies of as many ranks, one after another; NCCL would run their calls."""
     return [
-        traced(two_steps, run, text, steps_done + 2 * n, 2, kind) for n, text in enumerate(texts)
+        traced(two_steps, run, text, steps_done + 2 * n, 2, kind, shape)
+        for n, text in enumerate(texts)
     ]
 
 
@@ -162,16 +174,39 @@ def two_steps_each(
 def test_training_goes_on_from_layout_to_layout(
     tmp_path: Path, kind: Literal["adamw", "muon"], chain: Sequence[str]
 ) -> None:
-    """The second step of each shows that the moments came along."""
+    before = check_chain(tmp_path, chain, kind, SHAPE)
+    assert any(name.endswith("mlp.up.bias.exp_avg_sq") for name in before)
+    has_buffer = any(name.endswith("mlp.up.weight.momentum_buffer") for name in before)
+    assert has_buffer == (kind == "muon")
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        ("fsdp2,ep2", "fsdp2", "dp1"),
+        by_hand(("dp1", "fsdp3,ep2", "ep4", "dp2,ep2", "ep2,tp2", "fsdp2,ep2,tp2", "fsdp3", "dp1")),
+    ],
+)
+def test_training_with_experts_goes_on_without_ep(tmp_path: Path, chain: Sequence[str]) -> None:
+    before = check_chain(tmp_path, chain, "adamw", EXPERTS)
+    assert before["optimizer.blocks.0.mlp.experts.gate.exp_avg_sq"].shape == (4, 18, 16)
+
+
+def check_chain(
+    tmp_path: Path, chain: Sequence[str], kind: Literal["adamw", "muon"], shape: ModelShape
+) -> State:
+    """Return the last state; the second step of each shows that the moments came along."""
     num_steps = 2 * len(chain)
     ((expected, _, _),) = run_ranks(
-        two_steps, 1, tmp_path / "alone", "dp1", 0, num_steps, kind, threads=1
+        two_steps, 1, tmp_path / "alone", "dp1", 0, num_steps, kind, shape, threads=1
     )
     before: State = {}
     steps_done = 0
     for num_ranks, group in itertools.groupby(chain, lambda text: Strategy.parse(text).num_ranks):
         texts = list(group)
-        ranks = run_ranks(two_steps_each, num_ranks, tmp_path, texts, steps_done, kind, threads=1)
+        ranks = run_ranks(
+            two_steps_each, num_ranks, tmp_path, texts, steps_done, kind, shape, threads=1
+        )
         for number, text in enumerate(texts):
             for steps, loaded, _ in (results[number] for results in ranks):
                 assert_same(loaded, before)
@@ -179,6 +214,4 @@ def test_training_goes_on_from_layout_to_layout(
                     assert found == pytest.approx(wanted, rel=1e-10), text
             before = ranks[0][number][2]
             steps_done += 2
-    assert any(name.endswith("mlp.up.bias.exp_avg_sq") for name in before)
-    has_buffer = any(name.endswith("mlp.up.weight.momentum_buffer") for name in before)
-    assert has_buffer == (kind == "muon")
+    return before

@@ -25,6 +25,7 @@ def figures(strategy: str, **others: Any) -> Figures:
         "mfu_full": 0.52,
         "causes_s": {},
         "sent_s": 0.0,
+        "exchanged": {},
         "stage": 0,
         "memory": {},
         "memory_moment": "",
@@ -67,7 +68,7 @@ def test_several_are_whole_in_100_columns(question: str) -> None:
         BestPlan(cluster="h100-llama3", num_devices=16_384, figures=each, **gained) for each in ROWS
     ]
     asked = {
-        "sequence": 8192, "global_batch": 2048, "model": "llama3-405b", "parameters": 405e9,
+        "sequence": 8192, "global_batch": 2048, "model": "llama3-405b", "parameters": 405e9, "active_parameters": 405e9,
         "num_devices": 16_384, "device": "h100", "cluster": "h100-llama3", "software": "phalanx",
     }  # fmt: skip
     text = text_of(*plan_text.several({"question": asked, question: best}), wraps=True)

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from phalanx.account.recorder import MetaRecorder
@@ -65,3 +66,13 @@ def test_it_holds_what_a_rank_holds(shares_memory: bool, device: str) -> None:
     ours, counted = run_ranks(both_held, 2, shares_memory, device, threads=1)[0]
     assert ours == counted
     assert len(set(counted)) > 1
+
+
+def test_a_mesh_equals_none_of_another_rank_or_of_a_job() -> None:
+    ranks: Any = {"mesh_dim_names": ("ep",), "_init_backend": False}
+    of_job = [DeviceMesh("cpu", [0, 1], _rank=rank, **ranks) for rank in (0, 1)]
+    assert of_job[0] == of_job[1]  # so that a cache would confuse them
+    meshes = [CountingComm({"ep": 2}, {"ep": coord}).model_mesh for coord in (0, 0, 1)]
+    assert meshes[0] == meshes[1] != meshes[2]
+    assert meshes[0].mesh_dim_names == ("ep",) and meshes[2].get_coordinate() == (1,)
+    assert not any(mesh in of_job for mesh in meshes)

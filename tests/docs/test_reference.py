@@ -32,13 +32,15 @@ def test_the_configuration_file_has_every_setting_and_the_defaults(tmp_path: Pat
 
 def test_the_table_of_presets_is_that_of_the_registry() -> None:
     rows = [
-        "| preset | blocks | hidden | vocabulary | parameters |",
-        "|---|---:|---:|---:|---:|",
+        "| preset | blocks | hidden | vocabulary | parameters | active |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     for name, of in PRESETS.items():
         sizes = (of.num_layers, of.hidden, of.vocab_size)
         cells = [f"{size:,}" for size in sizes]
-        rows.append(f"| `{name}` | {' | '.join(cells)} | {num_parameters(of).total:,} |")
+        count = num_parameters(of)
+        active = f"{count.active:,} " if of.experts is not None else ""
+        rows.append(f"| `{name}` | {' | '.join(cells)} | {count.total:,} | {active}|")
     table = "\n".join(rows)
     assert table in (DOCS / "quick_start.md").read_text(), (
         f"docs/quick_start.md should hold\n{table}"

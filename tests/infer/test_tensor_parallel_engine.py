@@ -91,6 +91,27 @@ def test_tokens_equal_generate(
         assert (num_preemptions > 0) is not is_ample
 
 
+@pytest.mark.parametrize(
+    ("strategy", "of"),
+    [
+        ("tp2", "olmoe"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("tp2:megatron", "olmoe"), ("tp2", "mixtral"), ("tp2", "qwen2-moe"))
+        ),
+    ],
+)
+def test_experts_are_split_too(strategy: str, of: str, tmp_path: Path) -> None:
+    config = EngineConfig(strategy=strategy, precision="float32", cache_tokens=480, budget=23)
+    found = with_engine(published(tmp_path, of=of), config, tokens_of)
+    assert found == expected(of, 8)
+
+
+def tokens_of(_: Served, engine: Engine) -> list[list[int]]:
+    engine._num_ids = None  # pyright: ignore[reportPrivateUsage]
+    return engine.generate(prompts(8), GREEDY)
+
+
 def rest(until: Path, served: Served, engine: Engine) -> None:
     end_s = time.monotonic() + 60
     while not until.exists() and time.monotonic() < end_s:

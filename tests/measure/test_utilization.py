@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from typing import get_args
 
@@ -63,6 +64,16 @@ def test_text_names_formula_peaks_and_both_counts() -> None:
     assert "MFU 36.0 %, HFU 40.0 % (full attention)" in text
     assert "a data sheet" in text and "ceiling" in text
     assert "WARNING" not in text
+
+
+def test_shares_of_a_model_with_experts_say_of_which_flops() -> None:
+    sparse = dataclasses.replace(CAUSAL, is_of_active=True)
+    found = dataclasses.replace(utilization(), causal=sparse)
+    assert "by active FLOPs of the data sheet" in found.text()
+    assert "6 x matmul parameters that a token visits" in found.formula
+    assert found.as_dict()["is_of_active"] and not utilization().as_dict()["is_of_active"]
+    brief = found.brief()
+    assert brief is not None and "of the data sheet by active FLOPs" in brief
 
 
 def test_stale_ceiling_is_named() -> None:

@@ -45,6 +45,11 @@ PUBLISHED = {
     "qwen3-8b": 8190.74,
     "qwen3-14b": 14768.31,
     "qwen3-32b": 32762.12,
+    "mixtral-8x7b": 46702.79,
+    "olmoe-1b-7b": 6919.16,
+    "qwen3-30b-a3b": 30532.12,
+    "qwen3-235b-a22b": 235093.63,
+    "deepseek-v3-671b": 671026.40,  # without the module that predicts a second token
 }
 
 

@@ -7,14 +7,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
+from phalanx.comm.axes import DENSE, EXPERT
 from phalanx.comm.comm import Ranks
 from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.errors import StrategyError, TrainingError
 from phalanx.launch.local import run_ranks
 from phalanx.measure.memory import MemoryLedger
+from phalanx.models.decoder import Decoder
+from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel import data
-from phalanx.parallel.plan import Plan
+from phalanx.parallel.plan import Plan, plan_decoder, shard_of
 from phalanx.parallel.reduce import BUCKET_BYTES, buckets
 from phalanx.parallel.split import StateBytes
 from phalanx.strategy import Strategy
@@ -228,3 +231,60 @@ def test_a_sparse_gradient_without_a_sparse_module_is_made_dense() -> None:
         assert model.weight.grad is not None
         found[sparse] = model.weight.grad
     assert torch.equal(found[True], found[False])
+
+
+EXPERTS = ModelShape(
+    vocab_size=36, num_layers=2, hidden=16, num_heads=4, num_kv_heads=2, head_dim=4, ffn=24,
+    max_seq_len=16, experts=ExpertShape(num_experts=4, top_k=2, ffn=12),
+)  # fmt: skip
+
+
+def test_a_bucket_has_gradients_of_one_set_of_axes() -> None:
+    """Buckets of 4 KiB: experts of a block, 4.5 KiB, fill one while backward is in their block."""
+    comm = CountingComm({"dp": 2, "ep": 2})
+    plan = plan_decoder(Strategy.parse("dp2,ep2"), EXPERTS)
+    plan.apply(comm)
+    named = dict(plan.model.named_parameters())
+    reducer = data.BucketedReducer([*named.values()], comm, 4096)
+    names = {parameter: name for name, parameter in named.items()}
+    found = [(b.sums, [names[each] for each in b.members]) for b in reducer._buckets]
+    assert sorted(name for _, members in found for name in members) == sorted(named)
+    for sums, members in found:
+        assert {".experts." in name for name in members} == {sums == EXPERT.sums}
+    kinds = [sums for sums, _ in found]
+    assert kinds.index(EXPERT.sums) < len(kinds) - 1 - kinds[::-1].index(DENSE.sums)
+
+
+def test_experts_are_summed_over_dp_alone() -> None:
+    entries = plan_decoder(Strategy.parse("dp2,ep2"), EXPERTS).traffic([(2, 8)])
+    sums = {e.axis: e.payload_bytes for e in entries if e.op == "all_reduce" and e.phase != "agree"}
+    with torch.device("meta"):
+        sizes = {name: p.nbytes for name, p in Decoder(EXPERTS).named_parameters()}
+    of_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    dense = sum(sizes.values()) - of_experts
+    assert sums == {"dp": dense + of_experts // 2, "ep": dense}
+
+
+def first_weights_of_another_seed(text: str) -> tuple[int, int, dict[str, torch.Tensor]]:
+    """Return the bytes that this rank should hold, those that it holds, and all weights."""
+    strategy = Strategy.parse(text)
+    comm, model = Ranks(strategy), Decoder(EXPERTS)
+    model.initialize(comm.rank)
+    plan = Plan(strategy, model)
+    predicted = plan.holds().parameter_bytes
+    plan.build(comm)
+    whole = {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
+        for name, p in model.named_parameters()
+    }
+    return predicted, sum(shard_of(p)[0].nbytes for p in model.parameters()), whole
+
+
+@pytest.mark.parametrize("text", ["dp2,ep2", "fsdp2,ep2"])
+def test_all_ranks_begin_with_the_weights_of_the_first(text: str) -> None:
+    first = Decoder(EXPERTS)
+    first.initialize(0)
+    for predicted, held, whole in run_ranks(first_weights_of_another_seed, 4, text, threads=1):
+        assert held == predicted
+        for name, parameter in first.named_parameters():
+            assert torch.equal(whole[name], parameter), name

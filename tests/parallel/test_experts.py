@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from marks import by_hand
@@ -13,15 +15,22 @@ from nccl_trace import traced
 from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.comm.row_counts import noted
+from phalanx.config import OptimizerConfig
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
-from phalanx.models.experts import MoE
+from phalanx.models.experts import MoE, Router
+from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel.experts import ExpertSplit, apply
 from phalanx.parallel.plan import plan_decoder
-from phalanx.strategy import Strategy
+from phalanx.strategy import Axis, Strategy
+from phalanx.verify.batches import decoder_batches
+from phalanx.verify.cases import decoder_case
+from phalanx.verify.harness import verify_case
 
 EXPERTS = ExpertShape(num_experts=8, top_k=3, ffn=12, shared_ffn=8)
+BALANCED = dataclasses.replace(EXPERTS, aux_loss=0.1, z_loss=0.01)
+LIMITED = dataclasses.replace(EXPERTS, shared_ffn=0, capacity=1.0)
 SHAPE = ModelShape(
     vocab_size=48, num_layers=2, hidden=16, num_heads=4, num_kv_heads=2, head_dim=4, ffn=24,
     max_seq_len=16, experts=EXPERTS,
@@ -29,9 +38,9 @@ SHAPE = ModelShape(
 DEVICE = torch.device("cpu")  # named, so that the rules of NCCL take its tensors for a GPU's
 
 
-def branch(dtype: torch.dtype, chosen: tuple[int, ...] = ()) -> MoE:
+def branch(dtype: torch.dtype, chosen: tuple[int, ...] = (), ffn: int = 12) -> MoE:
     """Return a branch with experts; with `chosen`, tokens select no others."""
-    moe = MoE(SHAPE, EXPERTS, 0).to(dtype)
+    moe = MoE(SHAPE, dataclasses.replace(EXPERTS, ffn=ffn), 0).to(dtype)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in moe.parameters():
@@ -108,11 +117,74 @@ def test_an_idle_rank_takes_part_and_its_gradients_are_zeros() -> None:
     run_ranks(equal_to_one_process, 2, {"ep": 2}, (5, 3), torch.float64, (0, 1, 3), threads=1)
 
 
-def counted(text: str) -> tuple[list[Entry], list[Entry]]:
+def rows_of_experts(num_ranks: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Return rows, sorted by expert, and their counts, for each rank."""
+    generator = torch.Generator().manual_seed(num_ranks)
+    counts = torch.randint(0, 9, (num_ranks, EXPERTS.num_experts), generator=generator)
+    rows = torch.randn(int(counts.sum()), SHAPE.hidden, generator=generator).to(dtype)
+    return list(zip(rows.split(counts.sum(1).tolist()), counts, strict=True))
+
+
+def results_have_the_bits_of_one_process(dtype: torch.dtype) -> None:
+    comm = Ranks({"ep": dist.get_world_size()})
+    # Rows of 64 bytes and multiples: MKL's products of other rows depend on their addresses.
+    own, whole = (branch(dtype, ffn=32).experts for _ in range(2))
+    coord = comm.coord("ep")
+    parts = rows_of_experts(comm.size("ep"), dtype)
+    # One process has the same rows of an expert in the same order: by the rank of their tokens.
+    pieces = [rows.split(counts.tolist()) for rows, counts in parts]
+    sorted_rows = [piece[expert] for expert in range(EXPERTS.num_experts) for piece in pieces]
+    right = whole(torch.cat(sorted_rows), sum(counts for _, counts in parts)).split(
+        [len(piece) for piece in sorted_rows]
+    )
+    apply(own, comm)
+    rows, counts = parts[coord]
+    found = own(rows, own.start(rows, counts))
+    assert torch.equal(found, torch.cat(right[coord :: comm.size("ep")]))
+
+
+@pytest.mark.parametrize("num_ranks", [2, by_hand(4), by_hand(8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_result_to_the_bit_wherever_its_expert_is(
+    num_ranks: int, dtype: torch.dtype
+) -> None:
+    run_ranks(results_have_the_bits_of_one_process, num_ranks, dtype, threads=1)
+
+
+def selected() -> Tensor:
+    """Return the experts that each token of a global batch selects in each block, on rank 0."""
+    strategy = Strategy(ep=Axis(dist.get_world_size(), "all_to_all"))
+    comm, plan = Ranks(strategy), plan_decoder(strategy, SHAPE)
+    plan.build(comm, partial(fill_initial, SHAPE, 5))
+    found: list[Tensor] = []
+    for module in plan.model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(lambda _, __, out: found.append(out[0]))
+    ids = torch.randint(0, 48, (8, 12), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        plan.model(ids.chunk(comm.size("data"))[comm.coord("data")])
+    return torch.cat([comm.all_gather(each, "ep", 0) for each in found])
+
+
+def test_tokens_select_the_same_experts_on_any_number_of_ranks() -> None:
+    (alone,) = run_ranks(selected, 1, threads=1)
+    assert len(alone.unique()) == EXPERTS.num_experts
+    for found in run_ranks(selected, 2, threads=1):
+        assert torch.equal(found, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_tokens_select_the_same_experts_on_more_ranks(num_ranks: int) -> None:
+    (alone,) = run_ranks(selected, 1, threads=1)
+    assert torch.equal(run_ranks(selected, num_ranks, threads=1)[0], alone)
+
+
+def counted(text: str, experts: ExpertShape) -> tuple[list[Entry], list[Entry]]:
     """Return what the ledger counts over ep in two microbatches, and what follows from counts."""
     strategy = Strategy.parse(text)
     comm = Ranks(strategy)
-    plan = plan_decoder(strategy, SHAPE, torch.float64)
+    plan = plan_decoder(strategy, dataclasses.replace(SHAPE, experts=experts), torch.float64)
     split = next(each for each in plan._splits if isinstance(each, ExpertSplit))
     model = plan.model.to_empty(device="cpu")
     generator = torch.Generator().manual_seed(comm.coord("data"))
@@ -131,15 +203,21 @@ def counted(text: str) -> tuple[list[Entry], list[Entry]]:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["ep2", by_hand("ep4"), by_hand("dp2,ep2,recompute:full"), by_hand("ep2,recompute:selective")],
+    "text, experts",
+    [
+        ("ep2", EXPERTS),
+        by_hand("ep4", EXPERTS),
+        by_hand("ep4", LIMITED),
+        by_hand("dp2,ep2,recompute:full", EXPERTS),
+        by_hand("ep2,recompute:selective", LIMITED),
+    ],
 )
-def test_a_step_sends_what_follows_from_its_counts(text: str) -> None:
+def test_a_step_sends_what_follows_from_its_counts(text: str, experts: ExpertShape) -> None:
     strategy = Strategy.parse(text)
-    plan = plan_decoder(strategy, SHAPE, torch.float64)
+    plan = plan_decoder(strategy, dataclasses.replace(SHAPE, experts=experts), torch.float64)
     split = next(each for each in plan._splits if isinstance(each, ExpertSplit))
     low, high = split.bounds([(2, 11), (2, 6)])
-    for found, right in run_ranks(counted, strategy.num_ranks, text, threads=1):
+    for found, right in run_ranks(counted, strategy.num_ranks, text, experts, threads=1):
         assert sorted(found, key=str) == sorted(right, key=str)
         for one, least, most in zip(right, low, high, strict=True):
             assert dataclasses.replace(one, payload_bytes=0, sent_bytes=0) == dataclasses.replace(
@@ -176,3 +254,42 @@ def test_what_ep_cannot_split_is_refused(
 ) -> None:
     with pytest.raises(StrategyError, match=words):
         plan_decoder(Strategy.parse(text), dataclasses.replace(SHAPE, experts=experts))
+
+
+def verified(text: str, experts: ExpertShape, num_rows: int, accumulation: int) -> str:
+    """Return why a strategy differs from plain PyTorch in one process; empty if it does not."""
+    shape, strategy = dataclasses.replace(SHAPE, experts=experts), Strategy.parse(text)
+    if strategy.pp.degree > 1:
+        shape = dataclasses.replace(shape, num_layers=4)
+    batches = decoder_batches(shape, 2, num_rows, 11, 1)
+    case = decoder_case(shape, batches, 0, OptimizerConfig())
+    case = dataclasses.replace(case, accumulation=accumulation)
+    verdict = verify_case(case, strategy, Ranks(strategy))
+    return "" if verdict.is_equal else str(verdict)
+
+
+@pytest.mark.parametrize(
+    "text, experts, num_rows, accumulation",
+    [
+        ("ep2", BALANCED, 7, 3),  # odd microbatches, and more of them than rows in some
+        ("fsdp2,ep2", EXPERTS, 8, 1),
+        ("ep2,tp2", BALANCED, 4, 1),
+        *(
+            by_hand(text, experts, 9, 3)
+            for experts in (EXPERTS, BALANCED, LIMITED)
+            for text in (
+                *("ep4", "dp2,ep2", "fsdp2:zero1,ep2", "fsdp2:zero2,ep2", "fsdp2,ep2"),
+                *("ep2,tp2", "ep2,tp2:megatron", "cp2,ep2", "cp2:ulysses,ep2", "pp2,ep2"),
+                *("pp2:interleaved/2,ep2", "pp2:zb/1,ep2", "fsdp2,ep2,tp2", "fsdp2,cp2,ep2"),
+                *("ep2,recompute:full", "ep2,recompute:sqrt", "ep2,tp2,recompute:selective"),
+            )
+        ),
+        by_hand("ep4", EXPERTS, 3, 1),  # a rank has no row at all
+        by_hand("dp2,ep4", BALANCED, 8, 2),
+    ],
+)
+def test_a_decoder_equals_plain_pytorch_by_the_rules_of_nccl(
+    text: str, experts: ExpertShape, num_rows: int, accumulation: int
+) -> None:
+    args = verified, text, experts, num_rows, accumulation
+    assert set(run_ranks(traced, Strategy.parse(text).num_ranks, *args, threads=1)) == {""}

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from phalanx.comm.axes import DENSE, EXPERT
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape
+from phalanx.parallel.experts import ExpertSplit
 from phalanx.parallel.groups import (
     Group,
     Parameter,
@@ -191,3 +193,69 @@ def test_a_narrower_frozen_weight_is_stored_and_gathered_in_its_own_type() -> No
 def test_a_list_of_modules_is_refused() -> None:
     with pytest.raises(StrategyError, match="is a ModuleList, which has no forward"):
         groups_of(Target(Strategy(), skeleton_of(Odd().blocks)))
+
+
+EXPERTS = dataclasses.replace(
+    TIED, num_layers=2, tied=False, experts=ExpertShape(num_experts=4, top_k=2, ffn=12)
+)
+
+
+def expert_groups(text: str) -> list[Group]:
+    with torch.device("meta"):
+        model = Decoder(EXPERTS)
+    target = Target(Strategy.parse(text), skeleton_of(model))
+    return groups_of(ExpertSplit(target).next_target() if "ep" in text else target)
+
+
+@pytest.mark.parametrize(
+    "text, num_shards, dims",
+    [
+        ("fsdp2,ep2", (4, 2), [0, 0, 0]),
+        ("fsdp3,ep2", (6, 3), [1, 1, 2]),  # 2 experts of a rank, of inner size 12
+        ("fsdp2,cp2,ep2", (8, 4), [1, 1, 1]),
+    ],
+)
+def test_experts_are_a_group_beside_their_block(
+    text: str, num_shards: tuple[int, int], dims: list[int]
+) -> None:
+    groups = expert_groups(text)
+    of_blocks = [g for g in groups if g.place == "block"]
+    assert sorted(g.names[0] for g in of_blocks) == ["blocks.0"] * 2 + ["blocks.1"] * 2
+    assert {(g.axes, g.num_shards) for g in of_blocks} == {
+        (DENSE, num_shards[0]),
+        (EXPERT, num_shards[1]),
+    }
+    for group in (g for g in of_blocks if g.axes == EXPERT):
+        assert [p.shape for p in group.parameters] == [(2, 12, 16), (2, 12, 16), (2, 16, 12)]
+        assert [p.dim for p in group.parameters] == dims
+        assert group.gathered_bytes == 4 * 3 * 2 * 12 * 16  # nothing is padded
+        assert group.shard_bytes * num_shards[1] == group.gathered_bytes
+    assert {g.names[0] for g in groups if g.stays_gathered} == {"blocks.1", "norm"}
+
+
+def test_without_ep_experts_belong_to_their_block() -> None:
+    groups = expert_groups("fsdp3")
+    assert [g.names[0] for g in groups if g.place == "block"] == ["blocks.0", "blocks.1"]
+    assert {g.axes for g in groups} == {DENSE}
+    assert [p.dim for p in groups[1].parameters if len(p.shape) == 3] == [1, 1, 2]
+
+
+def test_gathers_and_gradients_of_a_block_count_its_experts() -> None:
+    """Blocks of 800 elements, 300 of them in experts, count as blocks of 800."""
+    groups = sizes_of(embedding=1200, head=400, rest=40)
+    divided: list[Group] = []
+    for number, each in enumerate(groups):
+        if each.place == "block":
+            for size, axes in ((500, DENSE), (300, EXPERT)):
+                part = dataclasses.replace(group("block", size), names=(f"{number}",), axes=axes)
+                divided.append(part)
+        else:
+            divided.append(each)
+    assert peak_gathered_bytes(divided, 1) == peak_gathered_bytes(groups, 1)
+    full = peak_gradient_bytes(groups, "full")
+    assert peak_gradient_bytes(divided, "full") == full
+
+
+def test_uneven_shards_of_experts_are_refused() -> None:
+    with pytest.raises(StrategyError, match=r"5 shards, which no dimension .* write 'ep2'"):
+        expert_groups("fsdp5,ep2")

@@ -60,7 +60,7 @@ def test_one_split_answers_for_each_kind_that_is_built(axis: str, kind: str) -> 
     if kind == "2.5d":
         option = "/2"
     parsed = Strategy.parse(f"{axis}{degree}:{kind}{option}")
-    # Ranks of cp and ep hold copies of what they do not split, whose gradients are summed as over dp.
+    # Ranks of cp and ep hold copies of what these do not split: gradients are summed as over dp.
     experts = ExpertShape(num_experts=4, top_k=2, ffn=16) if axis == "ep" else None
     shape = dataclasses.replace(SHAPE, experts=experts)
     skeleton = skeleton_of_shape(shape, torch.float32)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from marks import by_hand
 from phalanx.comm.comm import Ranks
+from phalanx.comm.fsdp import param_groups
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.config import OptimizerConfig
 from phalanx.errors import StrategyError
@@ -26,7 +27,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.measure.memory import MemoryLedger
 from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel import sharded
 from phalanx.parallel.groups import Group, Parameter, Place
 from phalanx.parallel.plan import Plan, shard_of
@@ -51,6 +52,8 @@ SHAPE = ModelShape(
     max_seq_len=16,
     tied=True,
 )
+
+EXPERTS = ExpertShape(num_experts=4, top_k=2, ffn=12)
 
 
 def group(place: Place, *shapes: tuple[int, ...], is_kept: bool = True) -> Group:
@@ -534,3 +537,23 @@ def test_a_use_of_a_weight_outside_its_block_is_refused_in_one_sentence() -> Non
         assert "that is not in its output" in kept
         assert outside.startswith("the forward of 'Applied' reads a parameter of a block outside")
         assert part.startswith("the forward of 'blocks.0.up' reads a parameter of a block outside")
+
+
+def sizes_of_groups(text: str) -> list[tuple[str, int, bool]]:
+    """Return FSDP2's groups: module, shards, and whether they are experts."""
+    strategy = Strategy.parse(text)
+    with torch.device("meta"):
+        model = Decoder(dataclasses.replace(SHAPE, tied=False, experts=EXPERTS))
+    Plan(strategy, model).build(Ranks(strategy), fill)
+    experts = set(model.blocks[1].mlp.experts.parameters())
+    return [
+        (name, group.mesh_info.shard_mesh_size, group.fsdp_params[0].sharded_param in experts)
+        for name, module in model.named_modules()
+        if isinstance(module, FSDPModule) and name in ("", "embedding", "blocks.1")
+        for group in param_groups(module)
+    ]
+
+
+def test_fsdp2_has_a_group_for_each_set_of_axes() -> None:
+    (sizes, *_) = run_ranks(sizes_of_groups, 4, "fsdp2,ep2", threads=1)
+    assert sorted(sizes) == [("blocks.1", 2, True), ("blocks.1", 4, False), ("embedding", 4, False)]

@@ -61,6 +61,16 @@ def test_no_price_is_below_its_bound(question: Question, seed: int) -> None:
     check(question, seed)
 
 
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("model", ["olmoe-1b-7b", "deepseek-v3-671b"])
+def test_no_price_with_experts_is_below_its_bound(model: str, seed: int) -> None:
+    """With dense and sparse blocks, exchanges and forwards that count loads."""
+    shape = dataclasses.replace(shape_of(model), num_layers=4 + seed)
+    on = cluster("h100:32")
+    question = Question(DecoderModel(shape, 4096), on, SOFTWARE["phalanx"], 64)
+    check(question, seed)
+
+
 UNEVEN = [
     (pp, chunks, pp * chunks + more) for pp in (2, 4) for chunks in (2, 4) for more in (-1, 0, 1, 3)
 ]

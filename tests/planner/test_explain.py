@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from phalanx.account.planned import DecoderModel
@@ -21,6 +23,31 @@ def test_the_bubble_of_a_given_batch_is_not_said_to_need_more_microbatches(
     assert main([*words, "--global-batch", "16"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "a larger batch with more microbatches lowers this part" in said
+
+
+def test_a_plan_of_experts_says_total_and_active_and_what_ep_sends(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = "plan --model olmoe-1b-7b --cluster h100:8 --strategy fsdp2,ep4 --sequence 4096"
+    assert main([*words.split(), "--global-batch", "16", "--microbatch", "1", "--json"]) == 0
+    out = capsys.readouterr().out
+    shown, document = " ".join(out.split()), json.loads(out.splitlines()[-1])
+    assert "6.92 B parameters (1.28 B active)" in shown and "active MFU" in shown
+    assert document["question"]["active_parameters"] == 1_282_017_280
+    (of,) = document["candidates"]
+    # Two microbatches, 16 blocks: 4,096 x 8 rows of 2,048 x 2 bytes go there and back, forward and
+    # backward, and 3 of 4 leave the rank. A token may have all its experts on one rank, or none.
+    rows = 2 * 16 * 4 * 4096 * 8 * 4096
+    assert of["exchanged"]["expected"] == pytest.approx(rows * 3 / 4)
+    assert of["exchanged"]["least"] == 0
+    assert of["exchanged"]["most"] == pytest.approx(rows * (1 + 3) / 2)
+    assert of["causes_s"]["ep"] > 0 and of["causes_s"]["counting"] > 0
+    # The busiest rank has 15 % more rows; with twice as many as the mean it takes longer.
+    slow = [*words.split(), "--global-batch", "16", "--microbatch", "1", "--imbalance", "2"]
+    assert main([*slow, "--json"]) == 0
+    (slower,) = json.loads(capsys.readouterr().out.splitlines()[-1])["candidates"]
+    assert slower["causes_s"]["ep"] == pytest.approx(2 / 1.15 * of["causes_s"]["ep"])
+    assert slower["causes_s"]["compute"] > of["causes_s"]["compute"]
 
 
 def test_a_run_does_not_resume_on_devices_that_cannot_split_the_model() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -15,9 +13,6 @@ from phalanx.planner.hardware import CLUSTERS, cluster
 from phalanx.planner.network import GroupLayout, group_of, reach, seconds
 from phalanx.planner.software import SOFTWARE
 from phalanx.strategy import Strategy
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks/planner"))
-from published import exchange_s
 
 PLAIN = dataclasses.replace(
     SOFTWARE["phalanx"], inner_bandwidth=1.0, outer_bandwidth=1.0, call_s=0.0
@@ -102,10 +97,17 @@ def test_messages_come_late_where_a_fabric_is_strained() -> None:
 
 def test_an_exchange_leaves_a_server_by_its_own_link() -> None:
     job = CLUSTERS["h100"]
-    inside = exchange_s(GroupLayout(8, 1), 8e6, job, PLAIN)
-    across = exchange_s(GroupLayout(16, 1), 8e6, job, PLAIN)
-    assert inside == pytest.approx(8e6 / 450e9, rel=0.3)
-    assert across == pytest.approx(4e6 / 50e9, rel=0.3)
+    inside = seconds("all_to_all", GroupLayout(8, 1), 8e6, 1, job, PLAIN)
+    assert inside == pytest.approx(8e6 / 450e9 + job.levels[0].link.latency_s)
+    latency_s = job.levels[1].link.latency_s
+    for copies, once in ((1, False), (8, False), (1, True)):
+        program = dataclasses.replace(PLAIN, sends_rows_once=once)
+        across = seconds("all_to_all", GroupLayout(16, 1), 15e6, 1, job, program, copies)
+        assert across == pytest.approx(8e6 / 50e9 + latency_s)  # 8 of 15 peers are elsewhere
+    # Of 8 copies to experts of 2 servers, one or more goes to the other server but 1 time of 256.
+    once = dataclasses.replace(PLAIN, sends_rows_once=True)
+    across = seconds("all_to_all", GroupLayout(16, 1), 15e6, 1, job, once, 8)
+    assert across == pytest.approx(8e6 / 50e9 * 2 * (255 / 256) / 8 + latency_s)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7, 8])
@@ -117,7 +119,7 @@ def test_each_peer_of_a_full_mesh_has_a_link_of_its_own(size: int) -> None:
     gathered = seconds("all_gather", GroupLayout(size, 1), sent, 1, job, PLAIN)
     assert gathered == pytest.approx(1 / (size - 1), rel=1e-3)
     assert seconds("send", GroupLayout(size, 1), sent, 1, job, PLAIN) == pytest.approx(1, rel=1e-3)
-    exchanged = exchange_s(GroupLayout(size, 1), sent, job, PLAIN)
+    exchanged = seconds("all_to_all", GroupLayout(size, 1), sent, 1, job, PLAIN)
     assert exchanged == pytest.approx(1 / (size - 1), rel=1e-3)
 
 
@@ -127,4 +129,6 @@ def test_a_mesh_between_servers_has_the_links_of_the_network() -> None:
     assert reach(GroupLayout(4, 4), job, PLAIN).bandwidth == pytest.approx(
         64e9
     )  # two of each server
-    assert exchange_s(GroupLayout(2, 8), sent, job, PLAIN) == pytest.approx(0.5, rel=1e-3)
+    assert seconds("all_to_all", GroupLayout(2, 8), sent, 1, job, PLAIN) == pytest.approx(
+        1, rel=1e-3
+    )

@@ -104,8 +104,13 @@ class BlockBytes(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def one_block_shape(shape: ModelShape, kind: BlockKind, seq_len: int) -> ModelShape:
-    """Return a decoder of one block, equal to the blocks of `shape` of this kind."""
+    """Return a decoder of one block, equal to the blocks of `shape` of this kind.
+
+    Losses of experts are left out: routers count for them in the step (train/balance.py).
+    """
     experts = shape.experts if kind.has_experts else None
+    if experts is not None:
+        experts = dataclasses.replace(experts.without_losses, first_dense=0)
     return dataclasses.replace(
         shape,
         num_layers=1,
@@ -113,7 +118,7 @@ def one_block_shape(shape: ModelShape, kind: BlockKind, seq_len: int) -> ModelSh
         window=kind.window,
         full_every=None,
         window_theta=None if kind.window is None else shape.window_theta,
-        experts=experts and dataclasses.replace(experts, first_dense=0),
+        experts=experts,
     )
 
 

@@ -61,6 +61,8 @@ class Flops:
     """Forward products executed again during backward."""
     frozen_forward: int = 0
     """Part of `linear_forward`: products with frozen weights, which get no gradient."""
+    is_of_active: bool = False
+    """Whether experts that a token does not visit are left out."""
 
     @property
     def forward(self) -> int:
@@ -141,6 +143,7 @@ def step_flops(
         attention_forward=all_attention,
         recompute=recomputed,
         frozen_forward=frozen,
+        is_of_active=shape.experts is not None,
     )
 
 

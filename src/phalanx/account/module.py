@@ -167,6 +167,11 @@ class AnyModule:
         """Number of distinct parameters, trained or not."""
         return sum(p.numel() for p in self.model.parameters())
 
+    @property
+    def num_active(self) -> int:
+        """Number of parameters that a sample meets; all of them, as experts are not known."""
+        return self.num_parameters
+
     @functools.cached_property
     def num_trained(self) -> int:
         """Number of distinct parameters that are trained."""

@@ -22,8 +22,10 @@ STATE_BYTES: Final = 16
 PURE, PURE_BYTES = "pure-bfloat16", 8
 """A precision that `train` does not support, and its bytes per parameter: all four in 16 bits."""
 
-IMBALANCE: Final = 1.0
-"""Rows of the busiest rank of ep / the mean, unless a run has measured it: balanced tokens."""
+IMBALANCE: Final = 1.15
+"""Rows of the busiest rank of ep / the mean, unless it is given: `benchmarks/planner/imbalance.py`
+measured it for a small decoder on 4 ranks, after 200 steps with a balancing loss. The first steps
+have 1.7, and more ranks have more."""
 
 
 class InFlight(NamedTuple):
@@ -71,6 +73,13 @@ class PlannedStep(Generic[AnyModel]):
         )
 
     @property
+    def counts_loads(self) -> bool:
+        """Whether forwards of their own count the loads of experts (train/balance.py)."""
+        experts = self.model.shape.experts if isinstance(self.model, DecoderModel) else None
+        stages = self.strategy.pp.degree
+        return experts is not None and experts.needs_first_pass(self.accumulation, stages)
+
+    @property
     def num_sequences(self) -> int:
         """Sequences of one step over all ranks."""
         return self.microbatch * self.accumulation * self.strategy.data_ranks
@@ -111,6 +120,14 @@ class DecoderModel:
     moments: float = 2.0
     logit_bytes: int = 0
     imbalance: float = IMBALANCE
+
+    @property
+    def without_losses(self) -> DecoderModel:
+        """The model without auxiliary losses of its experts."""
+        if self.shape.experts is None or not self.shape.experts.has_losses:
+            return self
+        experts = self.shape.experts.without_losses
+        return dataclasses.replace(self, shape=dataclasses.replace(self.shape, experts=experts))
 
     @property
     def num_parameters(self) -> int:

@@ -177,7 +177,7 @@ def memory(
             tied = model.tied_bytes // strategy.tp.degree
             at_end = held.gradient_bytes + tied - tied // strategy.num_shards
             gradients = min(gradients, max(gradients - tied, at_end))
-        has_buckets = strategy.fsdp.degree == 1 < strategy.dp.degree * strategy.sample_shards
+        has_buckets = strategy.fsdp.degree == 1 < strategy.data_ranks * strategy.sample_shards
         bucket = BUCKET_BYTES if has_buckets else 0
         of = StageMemory(
             stage=pp_rank,

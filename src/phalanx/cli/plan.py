@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from phalanx.account.parameters import num_parameters
-from phalanx.account.planned import PURE, PURE_BYTES, STATE_BYTES, DecoderModel
+from phalanx.account.planned import IMBALANCE, PURE, PURE_BYTES, STATE_BYTES, DecoderModel
 from phalanx.cli import plan_text
 from phalanx.config import ShapeConfig
 from phalanx.config.command_line import read_command_line
@@ -68,6 +68,8 @@ class PlanConfig:
     """Write the timeline of the fastest pipeline into this JSON file, which Perfetto opens."""
     arithmetic: bool = False
     """Print the arithmetic of memory without any split: weights, 8 and 16 bytes a parameter."""
+    imbalance: Annotated[float, Range(1.0, 1e3, "[]")] = IMBALANCE
+    """Rows of the busiest rank of ep, as a multiple of the mean."""
     software: str = "phalanx"
     """The training program whose constants are used."""
     precision: str = "bfloat16"
@@ -117,7 +119,7 @@ def run(argv: list[str]) -> int:
     if config.arithmetic:
         model, shape = question.model, question.model.shape
         sizes = {"N": model.num_parameters, "L": shape.num_layers, "T": model.seq_len}
-        sizes |= {"h": shape.hidden, "F": shape.ffn}
+        sizes |= {"h": shape.hidden, "F": explain.inner_width(shape)}
         rows = explain.arithmetic(question)
         terminal.show(*plan_text.arithmetic(sizes, rows))
         document["arithmetic"] = {"sizes": sizes, "rows": rows}
@@ -180,7 +182,7 @@ def question_of(config: PlanConfig) -> OfDecoder:
     cluster = hardware.cluster(config.cluster)
     if config.scale is not None:  # its numbers replace the number of --cluster
         cluster = hardware.CLUSTERS.get(cluster.name, cluster)
-    model = DecoderModel(shape, config.sequence, config.precision)
+    model = DecoderModel(shape, config.sequence, config.precision, imbalance=config.imbalance)
     return Question(model, cluster, software(config.software), config.global_batch)
 
 

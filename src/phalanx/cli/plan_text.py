@@ -19,6 +19,9 @@ BAR: Final = 8
 _MFU: Final = "MFU, %\ncausal / full"
 """Heading of the MFU column: FLOPs of causal attention / of full attention."""
 
+_ACTIVE_MFU: Final = "active MFU, %\ncausal / full"
+"""Heading for a model with experts: FLOPs of the experts that a token visits."""
+
 _BATCH: Final = "batch: sequences or rows per microbatch x microbatches per rank and step"
 """Explanation of the column `batch`."""
 
@@ -29,7 +32,8 @@ def answer(document: dict[str, Any]) -> Iterator[Part]:
     yield _question(document["question"])
     if candidates:
         is_module = document["question"]["sequence"] is None
-        yield from _best(candidates, "rows" if is_module else "tokens")
+        unit = "rows" if is_module else "tokens"
+        yield from _best(candidates, unit, is_sparse=_is_sparse(document["question"]))
     else:
         yield Line("no strategy fits", "bold")
         if (larger := document.get("fits_on")) is not None:
@@ -56,14 +60,15 @@ def arithmetic(sizes: dict[str, int], rows: Sequence[tuple[str, str, int]]) -> I
     yield Table("", heads, [(*row, row[-1]) for row in rows])
 
 
-def _best(candidates: Sequence[Figures], unit: str) -> Iterator[Part]:
+def _best(candidates: Sequence[Figures], unit: str, *, is_sparse: bool) -> Iterator[Part]:
     best = candidates[0]
+    flops = "FLOPs of active parameters" if is_sparse else "model FLOPs"
     yield (
-        f"t_theoretical {time_text(best.t_theoretical_s)} a step: model FLOPs / peak of all "
+        f"t_theoretical {time_text(best.t_theoretical_s)} a step: {flops} / peak of all "
         "devices, for every strategy"
     )
     yield f"{_BATCH}\n"
-    yield table(candidates, unit)
+    yield table(candidates, unit, is_sparse=is_sparse)
     yield Line(f"\n{best.strategy}: {best.mesh}", "bold")
     causes = (
         f"{name} {time_text(s)} ({s / best.step_time_s:.0%})"
@@ -74,6 +79,12 @@ def _best(candidates: Sequence[Figures], unit: str) -> Iterator[Part]:
     yield (
         f"  peak memory of stage {best.stage}, the heaviest, {best.memory_moment}: {_memory(best)}"
     )
+    if of := best.exchanged:
+        least, expected, most = (f"{of[name] / GIB:,.2f}" for name in ("least", "expected", "most"))
+        yield (
+            f"  ep: a rank sends {expected} GiB of rows a step if tokens are spread evenly over "
+            f"experts, and {least} to {most} GiB however they are"
+        )
     read = "rows" if unit == "rows" else "sequences"
     yield f"  reads {_rate(best.samples_per_s)} {read} a second on all data ranks together"
     devices = [f"{number:,}" for number in best.devices]
@@ -93,9 +104,10 @@ def _memory(of: Figures) -> str:
     return f"{total} of {of.usable_bytes / tenth / 10:,.1f} {unit}"
 
 
-def table(rows: Iterable[Figures], unit: str = "tokens") -> Table:
+def table(rows: Iterable[Figures], unit: str = "tokens", *, is_sparse: bool = False) -> Table:
     """Return a table of strategies, at most WIDTH columns wide."""
-    heads = ("strategy", "batch", "step", f"{unit}/s\na device", _MFU, "memory")
+    mfu = _ACTIVE_MFU if is_sparse else _MFU
+    heads = ("strategy", "batch", "step", f"{unit}/s\na device", mfu, "memory")
     return _table(heads, [(each.strategy, *cells(each)) for each in rows])
 
 
@@ -130,12 +142,18 @@ def _question(asked: dict[str, Any], devices: str = "") -> Line:
     unit = "rows" if of_module else f"sequences of {asked['sequence']:,} tokens"
     batch = f"{asked['global_batch']:,} {unit}"
     of = "" if asked["cluster"] == asked["device"] else f" ({asked['cluster']})"
+    active = f" ({count_text(asked['active_parameters'])} active)" if _is_sparse(asked) else ""
     return Line(
-        f"{asked['model']}, {count_text(asked['parameters'])} parameters, on "
+        f"{asked['model']}, {count_text(asked['parameters'])} parameters{active}, on "
         f"{devices or format(asked['num_devices'], ',')} x {asked['device']}{of}, {batch} a step, "
         f"by {asked['software']}",
         "bold",
     )
+
+
+def _is_sparse(asked: dict[str, Any]) -> bool:
+    """Return whether a token meets only some of the parameters."""
+    return asked["active_parameters"] < asked["parameters"]
 
 
 def _rate(per_s: float) -> str:
@@ -149,7 +167,8 @@ def several(document: dict[str, Any]) -> Iterator[Part]:
     ends = f"{plans[0].num_devices:,} to {plans[-1].num_devices:,}"
     yield _question(document["question"], ends if is_scale else "")
     heads = ["devices"] if is_scale else ["cluster"]
-    heads += ["strategy", "batch", "step", "tokens/s\na device", _MFU]
+    mfu = _ACTIVE_MFU if _is_sparse(document["question"]) else _MFU
+    heads += ["strategy", "batch", "step", "tokens/s\na device", mfu]
     heads += ["speed-up /\nefficiency" if is_scale else "memory"]
     rows: list[Sequence[str]] = []
     for each in plans:

@@ -47,7 +47,11 @@ class CountingComm(Comm, Phases):
         """A mesh of all axes without process groups."""
         sizes, names = tuple(self.axes.values()), tuple(self.axes)
         ranks = torch.arange(math.prod(sizes)).view(sizes)
-        return DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=self.rank)
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=self.rank)
+        # DTensor caches the meshes of results, and meshes of the same ranks are equal whatever rank
+        # they are of: a job's DTensor would get this mesh, and the coordinates of this rank.
+        mesh._thread_id = -1 - self.rank  # pyright: ignore[reportPrivateUsage]
+        return mesh
 
     @override
     def gather_counts(self, counts_G: Tensor, axis: str, num_rows: int) -> RowCounts:

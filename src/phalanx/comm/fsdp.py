@@ -52,7 +52,7 @@ def placement_on(mesh: DeviceMesh, dims: Any) -> Callable[[int], Any]:
         mesh: the mesh of the parameters, which are DTensors.
         dims: the axes of `mesh` that shard and replicate, a `DataParallelMeshDims`.
     """
-    # Private, as is the only way to tell FSDP2 of a second mesh; tests/parallel/test_sharded.py
+    # Private, as is the only way to give FSDP2 a second mesh; tests/parallel/test_sharded.py
     # pins both. FSDP2 wants one object for all parameters of a process group.
     common, init = cast(Any, _fsdp_common), cast(Any, _fsdp_init)
     info = init._get_mesh_info(mesh, dims)

@@ -2,9 +2,8 @@
 
 Weights are read and written one tensor at a time, in the order of the table in names.py, so that
 only the current tensor and its parts are in memory (GPT-2's c_attn has three parts; the experts of
-a block are one tensor a projection). The result is
-written under a temporary name and renamed when complete. `decoder_of` converts a transformers model
-in memory to a decoder in memory.
+a block are one tensor a projection). The result is written under a temporary name and renamed when
+complete. `decoder_of` converts a transformers model in memory to a decoder in memory.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ Reference = Literal["data sheet", "ceiling"]
 
 _SHARES = "MFU = model FLOPs / (time x devices x peak), HFU = (model FLOPs + recompute) / the same"
 _COUNT = "model FLOPs = 6 x matmul parameters x tokens"
+_OF_ACTIVE = "model FLOPs = 6 x matmul parameters that a token visits, its experts, x tokens"
 _COUNTED = "model FLOPs = the count of PyTorch's FlopCounterMode for forward and backward"
 _ATTENTION = (
     "12 x pairs x heads x head_dim x layers, pairs = T (T + 1) / 2 a sequence (causal) or T x T "
@@ -68,9 +69,16 @@ class Utilization:
         return found
 
     @property
+    def basis(self) -> str:
+        """Text beside each MFU and HFU of a model with experts; empty for others."""
+        is_of_active = isinstance(self.causal, Flops) and self.causal.is_of_active
+        return " by active FLOPs" if is_of_active else ""
+
+    @property
     def formula(self) -> str:
         """The formulas behind every MFU and HFU of this value."""
         count = _COUNTED if isinstance(self.causal, CountedFlops) else _COUNT
+        count = _OF_ACTIVE if self.basis else count
         count = count if self.full is None else f"{count} + {_ATTENTION}"
         return f"{_SHARES}; {count}; 2 FLOPs a multiply-add"
 
@@ -114,7 +122,7 @@ class Utilization:
         for of, rate in self.rates.items():
             if (share := self.mfu(of)) is not None:
                 devices = "1 device" if self.num_devices == 1 else f"{self.num_devices} devices"
-                words = f"{percent(share)} of the {of} ({tera(rate)} for {devices})"
+                words = f"{percent(share)} of the {of}{self.basis} ({tera(rate)} for {devices})"
                 return words + (f"; {grade_of(share)}" if of == "data sheet" else "")
         return None
 
@@ -127,7 +135,7 @@ class Utilization:
             if self.full is not None:
                 full = f"MFU {percent(self.mfu(of, 'full'))}, HFU {percent(self.hfu(of, 'full'))}"
                 words += f" (causal); {full} (full attention)"
-            lines.append(f"{words} of the {of} ({tera(rate)}{source})")
+            lines.append(f"{words}{self.basis} of the {of} ({tera(rate)}{source})")
         if (share := self.mfu("data sheet")) is not None:
             lines.append(f"The MFU is {grade_of(share)}.")
         if not lines:
@@ -144,6 +152,7 @@ class Utilization:
         """Return every MFU, HFU, rate and count as plain values for JSON."""
         return {
             "formula": self.formula,
+            "is_of_active": bool(self.basis),
             "time_s": self.time_s,
             "num_devices": self.num_devices,
             "model_flops_causal": self.causal.model,

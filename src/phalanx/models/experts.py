@@ -23,14 +23,14 @@ Dimensions in the suffixes of tensor names, beside those of decoder.py:
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from phalanx.models.kernels import device_type
 from phalanx.models.kernels import device_type
 from phalanx.models.layers import MLP, Linear, gated
 from phalanx.models.shape import ExpertShape, ModelShape
@@ -223,6 +223,15 @@ class _Products:
         return torch.cat([F.linear(x, weight_OI) for x, weight_OI in matrices])
 
 
+_Forward = TypeVar("_Forward", bound=Callable[..., Tensor])
+
+
+def _eagerly(forward: _Forward) -> _Forward:
+    """Let a compiled block call `forward` between two graphs."""
+    disable: Any = torch.compiler.disable
+    return disable(forward)
+
+
 class MoE(nn.Module):
     """The branch of a block with experts: y = sum over slots of weight * expert(x) + shared(x).
 
@@ -242,8 +251,8 @@ class MoE(nn.Module):
         self.shared = MLP(shape, experts.shared_ffn) if experts.shared_ffn else None
         self.shared_gate = Linear(shape.hidden, 1, False) if experts.has_shared_gate else None
 
-    # Numbers of rows depend on data, so a compiled block calls this eagerly, between two graphs.
-    @torch.compiler.disable
+    # Numbers of rows depend on data: each would compile anew.
+    @_eagerly
     def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None) -> Tensor:
         """Return the output of the branch, a tensor like x_BTD.
 
@@ -255,7 +264,7 @@ class MoE(nn.Module):
         experts_Nk, weights_Nk = self.router(x_ND, counted_N)
         order_M = experts_Nk.flatten().argsort(stable=True)
         if self.training and (capacity := self.router.experts.capacity) is not None:
-            experts_BTk = experts_Nk.view(*x_BTD.shape[:2], -1)
+            experts_BTk = experts_Nk.view(*x_BTD.shape[:2], experts_Nk.shape[1])
             places_BTk, length = self.places(experts_BTk, num_experts)
             most = math.ceil(capacity * experts_Nk.shape[1] * length / num_experts)
             is_kept_Nk = places_BTk.view_as(experts_Nk) < most

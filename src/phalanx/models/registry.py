@@ -95,7 +95,7 @@ _LATENT = LatentShape(query_rank=1536, kv_rank=512, plain_dim=128, rope_dim=64, 
 
 # With experts, the column ffn is the inner size of the MLP of the first blocks, as in config.json;
 # it counts only in blocks without experts.
-_TABLE |= {
+_WITH_EXPERTS: dict[str, tuple[tuple[int, ...], Mapping[str, Any]]] = {
     # Jiang et al. 2024, table 1 and section 2; config.json of mistralai/Mixtral-8x7B-v0.1
     "mixtral-8x7b": (
         (32000, 32, 4096, 32, 8, 128, 14336, 32768),
@@ -125,7 +125,7 @@ _TABLE |= {
 
 PRESETS: Final = {
     name: ModelShape(**dict(zip(SIZES, sizes, strict=True)), **choices)
-    for name, (sizes, choices) in _TABLE.items()
+    for name, (sizes, choices) in (_TABLE | _WITH_EXPERTS).items()
 }
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import ClassVar, Final, Literal, NoReturn
+from typing import Any, ClassVar, Final, Literal, NoReturn
 
 from phalanx.config.fields import Parts
 from phalanx.errors import ConfigError, nearest
@@ -63,7 +63,7 @@ class Lora:
         """Return the adapters that a setting such as `r=16,alpha=32,targets=q_proj+v_proj` names.
 
         Without `alpha`, it is twice the rank; without `targets`, all linear maps of the blocks of a
-        model of this `mlp` kind have adapters. Experts have none, as in PEFT.
+        model of this `mlp` kind have adapters. Experts have none.
 
         Raises:
             ConfigError: an entry is unknown or has an invalid value.
@@ -111,6 +111,12 @@ def linear_maps(mlp: str, has_experts: bool) -> list[str]:
     if mlp == "gelu":
         del every["mlp.gate"]
     return [name for name in every if not (has_experts and name.startswith("mlp."))]
+
+
+IN_EVALUATION: Final[Mapping[str, Any]] = MappingProxyType(
+    {"bias_rate": 0.0, "aux_loss": 0.0, "pools_layers": False, "z_loss": 0.0, "capacity": None}
+)
+"""Values in an evaluation of the attributes of `ExpertShape` that act in training alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +208,19 @@ class ExpertShape(Parts):
         )
 
     @property
+    def as_evaluated(self) -> ExpertShape:
+        """The experts without what acts in training alone, and may differ from a checkpoint's."""
+        return replace(self, **IN_EVALUATION)
+
+    @property
     def has_losses(self) -> bool:
         """Whether there are auxiliary losses."""
         return self.aux_loss > 0 or self.z_loss > 0
+
+    @property
+    def without_losses(self) -> ExpertShape:
+        """The experts without auxiliary losses, whose operations and messages are the same."""
+        return replace(self, aux_loss=0.0, z_loss=0.0)
 
     def needs_first_pass(self, num_microbatches: int, num_stages: int) -> bool:
         """Return whether a step counts loads by forwards of their own, before the first backward.

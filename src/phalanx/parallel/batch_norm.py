@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.comm.axes import AXIS_SETS
 from phalanx.comm.comm import Comm, Ranks
 from phalanx.comm.ledger import Entry
 from phalanx.errors import ConfigError
@@ -97,7 +98,7 @@ class BatchNormSplit(Split):
             for norm in norms:
                 of_norm = [(norm.num_features + 1) * item_bytes, norm.num_features * item_bytes]
                 sizes = {phase: [*of, *of_norm] for phase, of in sizes.items()}
-        degrees = {axis: getattr(target.strategy, axis).degree for axis in ("dp", "fsdp")}
+        degrees = {axis: getattr(target.strategy, axis).degree for axis in AXIS_SETS["data"]}
         times = len(microbatches)
         rows = (
             (phase, axis, "all_reduce", times * len(of), times * sum(of))

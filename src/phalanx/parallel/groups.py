@@ -21,9 +21,9 @@ Gradients go the opposite way: they are full until a reduce-scatter of the group
 the gradients of its rows.
 
 Experts that `ep` has split are sharded over fewer ranks than the rest of their block: a group of
-their own, which is gathered and reduced beside the block's. fsdp splits them by experts if each of its
-ranks gets as many; else within each expert, by the first dimension that the ranks divide, because
-whole experts would be padded (2 experts on 3 ranks: a third of the message):
+their own, which is gathered and reduced beside the other one. fsdp splits them by experts if each
+of its ranks gets as many; else within each expert, by the first dimension that the ranks divide,
+because whole experts would be padded (2 experts on 3 ranks: a third of the message):
 
     gate [8, 96, 64] over ep 2: [4, 96, 64]    2 shards [2, 96, 64]    3 shards [4, 32, 64]
 """

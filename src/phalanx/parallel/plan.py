@@ -221,6 +221,18 @@ class Plan(Generic[Model]):
             microbatches = [split.local_microbatch(microbatch) for microbatch in microbatches]
         return entries
 
+    def exchange_bounds(self, microbatches: Sequence[tuple[int, int]]) -> tuple[float, float]:
+        """Return the least and the most bytes that a rank sends in all-to-alls of ep in a step."""
+        for split in self._splits:
+            if isinstance(split, ExpertSplit):
+                low, high = (
+                    sum(each.sent_bytes for each in entries if each.op == "all_to_all")
+                    for entries in split.bounds(microbatches)
+                )
+                return low, high
+            microbatches = [split.local_microbatch(microbatch) for microbatch in microbatches]
+        return 0.0, 0.0
+
     def header_traffic(
         self, microbatches: Sequence[tuple[int, int]], before: Sequence[tuple[int, int]]
     ) -> list[Entry]:

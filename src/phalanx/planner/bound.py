@@ -9,6 +9,7 @@ prices. So the bound must be fast to compute, and never above the price.
                 a schedule that splits backward may leave only weight gradients to the end: then
                 one forward of these stages, and the rank's own stages
     the step    the longest rank, for any order of actions in the schedule
+                + the forwards that count loads of experts, of the longest rank
                 + communication of dp and fsdp beyond the part that compute can overlap
                 + the optimizer's step
 """
@@ -81,9 +82,10 @@ def balanced_s(planned: Step, cluster: Cluster, software: Software) -> float:
     Raises:
         StrategyError: the strategy cannot split the model.
     """
-    seconds, _ = _seconds(_of_one_kind(planned.with_one_data_axis), cluster, software)
+    seconds, forward = _seconds(_of_one_kind(planned.with_one_data_axis), cluster, software)
     parts = _INPUTS, _HEAD, *block_kinds(planned.model.shape)
     model_s = sum(seconds[part] for part in parts)
+    model_s += planned.counts_loads * sum(forward[part] for part in parts)
     return planned.accumulation * model_s / planned.strategy.pp.degree
 
 
@@ -115,6 +117,11 @@ def _pipeline(
         + sum(of * around[part] for part, of in rank.before.items())
         for rank in ranks
     )
+    if planned.counts_loads:
+        least_s += num * max(
+            sum(of * forward[part] for part, of in rank.own.items() if part != _MESSAGE)
+            for rank in ranks
+        )
     first = ranks[0].own.items()
     return least_s, tuple(
         part for part, of in first if isinstance(part, BlockKind) for _ in range(of)

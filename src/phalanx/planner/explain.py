@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from phalanx.account.planned import PURE_BYTES, STATE_BYTES, DecoderModel, PlannedStep
 from phalanx.errors import StrategyError
+from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.cut import check_schedule
 from phalanx.planner import network
 from phalanx.planner.search import Candidate, Inequality, Question, fits
@@ -38,6 +39,8 @@ class Figures:
         causes_s: cause -> seconds of the step.
         sent_s: time of all dp and fsdp communication; `causes_s` has the exposed part.
         memory: cause -> bytes on the heaviest stage at its peak; their sum is `memory_bytes`.
+        exchanged: bytes that a rank sends over ep in a step: `expected` of even routing, `least`
+            and `most` of any; empty without ep.
         memory_moment: moment of the peak: with the most activations, or with all gradients.
         devices: numbers of devices on which the run can resume with this microbatch: with the
             same or fewer replicas, if these divide the batch and the run fits.
@@ -54,6 +57,7 @@ class Figures:
     mfu_full: float
     causes_s: Mapping[str, float]
     sent_s: float
+    exchanged: Mapping[str, float]
     stage: int
     memory: Mapping[str, int]
     memory_moment: str
@@ -80,6 +84,7 @@ def figures(question: Question[Any], candidate: Candidate) -> Figures:
         mfu_full=cost.mfu_full,
         causes_s=causes_s(candidate),
         sent_s=cost.sent_s,
+        exchanged=exchanged(planned),
         stage=candidate.memory.stage,
         memory=candidate.memory.at_peak(),
         memory_moment=candidate.memory.moment,
@@ -99,6 +104,7 @@ def question_values(question: Question[Any], num_devices: int) -> dict[str, Any]
         "num_devices": num_devices,
         "usable_bytes": question.cluster.device.usable_bytes,
         "parameters": question.model.num_parameters,
+        "active_parameters": question.model.num_active,
         "sequence": question.model.seq_len if is_decoder else None,
         "global_batch": question.num_sequences,
         "software": question.software.name,
@@ -123,7 +129,7 @@ def arithmetic(question: Question[DecoderModel]) -> list[tuple[str, str, int]]:
     """Return what memory holds without any split, as (what, formula, bytes).
 
     N is the number of parameters, L the blocks, T the tokens of one sequence, h the width of the
-    residual, and F the inner width of the feed-forward layers.
+    residual, and F the inner width of the feed-forward layers (`inner_width`).
     """
     shape, tokens = question.model.shape, question.model.seq_len
     num = question.model.num_parameters
@@ -134,10 +140,30 @@ def arithmetic(question: Question[DecoderModel]) -> list[tuple[str, str, int]]:
         (f"{whole}, 16 bits", f"{PURE_BYTES} N", PURE_BYTES * num),
         (f"{whole}, 32 bits, as train", f"{STATE_BYTES} N", STATE_BYTES * num),
     ]
-    for name, width in (("4 h", 4 * shape.hidden), ("F", shape.ffn)):
+    for name, width in (("4 h", 4 * shape.hidden), ("F", inner_width(shape))):
         what = f"a feed-forward activation of width {name}, 16 bits, all blocks, one sequence"
         rows.append((what, f"2 L T {name}", 2 * shape.num_layers * tokens * width))
     return rows
+
+
+def inner_width(shape: ModelShape) -> int:
+    """Return the inner width of the feed-forward layers that a token visits, experts together."""
+    if (experts := shape.experts) is None:
+        return shape.ffn
+    return experts.top_k * experts.ffn + experts.shared_ffn
+
+
+def exchanged(planned: PlannedStep[Any]) -> dict[str, float]:
+    """Return the bytes that a rank sends over ep in a step; see `Figures`."""
+    if planned.strategy.ep.degree == 1:
+        return {}
+    sizes = [(planned.microbatch, planned.seq_len)] * planned.accumulation
+    model: DecoderModel = planned.model.without_losses
+    plan = dataclasses.replace(planned, model=model).plan
+    least, most = plan.exchange_bounds(sizes)
+    entries = plan.traffic(sizes)
+    expected = sum(e.sent_bytes for e in entries if e.axis == "ep" and e.op == "all_to_all")
+    return {"least": least, "expected": expected, "most": most}
 
 
 def causes_s(candidate: Candidate) -> dict[str, float]:
@@ -147,6 +173,8 @@ def causes_s(candidate: Candidate) -> dict[str, float]:
         "compute": cost.compute_s,
         "tp": cost.tensor_s,
         POSITIONS: cost.ring_s,
+        "ep": cost.experts_s,
+        "counting": cost.counting_s,
         "pp": cost.bubble_s,
         _of_data(candidate.planned.strategy): cost.exposed_s,
         "optimizer": cost.optimizer_s,
@@ -252,6 +280,9 @@ def _of_axes(of: Figures, candidate: Candidate) -> Iterator[tuple[float, str]]:
         "tp": "that compute does not hide; a lower degree sends less",
         POSITIONS: "of ring communication that attention does not hide; a lower degree or longer "
         "sequences hide more",
+        "ep": "in which rows travel to their experts and back; a lower degree sends fewer",
+        "counting": "for forwards that count the tokens of experts before the first backward, "
+        "because their losses are over the global batch; one microbatch without pp needs none",
         "pp": f"for the bubble of {strategy.pp.degree} stages with "
         f"{of.accumulation:,} {noun}; a larger batch with more microbatches lowers this part",
         data: f"of {time_text(of.sent_s)} of communication, which compute does not hide; "

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -45,6 +46,8 @@ class Price:
         tensor_s: time of tp collectives on the busiest rank, none of which is overlapped.
         ring_s: time of ring communication that attention does not overlap.
         experts_s: time in which tokens travel to the ranks of their experts and back, over ep.
+        counting_s: time of forwards that only count the loads of experts, for auxiliary losses over
+            the global batch (train/balance.py).
         bubble_s: time in which the busiest rank waits for other stages, messages included.
         sent_s: time of all dp and fsdp communication.
         exposed_s: part of `sent_s` that compute does not overlap.
@@ -58,6 +61,7 @@ class Price:
     tensor_s: float
     ring_s: float
     experts_s: float
+    counting_s: float
     bubble_s: float
     sent_s: float
     exposed_s: float
@@ -69,8 +73,8 @@ class Price:
     @property
     def step_s(self) -> float:
         """Seconds of a step."""
-        parts = self.compute_s, self.tensor_s, self.ring_s, self.experts_s, self.bubble_s
-        return sum(parts) + self.exposed_s + self.optimizer_s
+        parts = self.compute_s, self.tensor_s, self.ring_s, self.experts_s, self.counting_s
+        return sum(parts) + self.bubble_s + self.exposed_s + self.optimizer_s
 
     @property
     def theoretical_s(self) -> float:
@@ -97,8 +101,11 @@ def price(step: PlannedStep[Any], cluster: Cluster, software: Software) -> Price
     """
     job = cluster.of(step.strategy.num_ranks)
     model_flops, full_flops = step.model.flops(step)
-    costs = _Costs(step, job, software)
     strategy = step.strategy
+    counts = step.counts_loads
+    if isinstance(step.model, DecoderModel):
+        step = dataclasses.replace(step, model=step.model.without_losses)
+    costs = _Costs(step, job, software)
     of_stages = costs.of_stages()
     times = tuple(of.times for of in of_stages)
     busy = [of_stages[stage] for stage in stages.busiest(times, costs.schedule)]
@@ -137,6 +144,7 @@ def price(step: PlannedStep[Any], cluster: Cluster, software: Software) -> Price
         tensor_s=tensor_s,
         ring_s=ring_s,
         experts_s=experts_s,
+        counting_s=costs.forwards_s(times) / share if counts else 0.0,
         bubble_s=bubble_s,
         sent_s=sent_s,
         exposed_s=exposed_s,
@@ -324,6 +332,21 @@ class _Costs:
         once = sum(self._entry_s(e) for e in self._traffic[0] if _is_of_data(e))
         return max(0.0, once - per) + per * self.step.accumulation
 
+    def forwards_s(self, times: Sequence[StageTimes]) -> float:
+        """Return the time of forwards of all microbatches alone, without gradients."""
+        # Each stage runs its microbatches one after another, and the slowest rank sets the pace:
+        #
+        #     stage 0    F F F F
+        #     stage 1      F F F F        one forward of all stages, then more of the slowest
+        num = self.step.accumulation
+        all_s = sum(of.forward + of.message for of in times)
+        ranks = [(0,)]
+        if self.schedule is not None:
+            ranks = [self.schedule.stages_of(rank) for rank in range(len(self.schedule.orders))]
+        pace_s = max(sum(times[stage].forward for stage in of_rank) for of_rank in ranks)
+        gathered = [e for e in self._of_microbatch if _is_of_data(e) and e.phase == "forward"]
+        return max(all_s + (num - 1) * pace_s, num * sum(map(self._entry_s, gathered)))
+
     def optimizer_s(self) -> float:
         """Return the time of the AdamW step, which is bound by memory bandwidth."""
         held = self.plan.holds(self.step.accumulation)
@@ -342,7 +365,7 @@ def tensor_host_s(strategy: Strategy, job: Cluster, software: Software) -> float
 
 
 def _is_of_data(entry: Entry) -> bool:
-    """Return whether gradients or weights are sent, also summed over cp or ep alone."""
+    """Return whether gradients or weights are sent, also summed over other axes alone."""
     axes = {*entry.axis.split("_")}
     sums = entry.op == "all_reduce" and not axes.isdisjoint((POSITIONS, "ep"))
     return (sums or not axes.isdisjoint(("dp", "fsdp"))) and entry.phase != "agree"

@@ -121,7 +121,8 @@ def lines_of_run(run: RunRecords) -> Parts:
         speed += f", {rate:,.0f} {run.unit}/s"
     use, of = run.summary.get("utilization") or {}, _peak_of(run)
     if (mfu := use.get(f"mfu_{of}_causal")) is not None:
-        speed += f", MFU {percent(mfu)} of the {of.replace('_', ' ')}"
+        basis = " by active FLOPs" if use.get("is_of_active") else ""
+        speed += f", MFU {percent(mfu)}{basis} of the {of.replace('_', ' ')}"
     yield Line(speed, "bold")
     costs = {
         term: s for term, s in medians_s.items() if term not in ("step", "forward", "backward")

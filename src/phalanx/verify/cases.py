@@ -62,15 +62,20 @@ def awkward_shapes(strategy: Strategy) -> dict[str, ModelShape]:
         mlp="geglu", bias="qkv", qk_norm="projection", scaled_embedding=True,
     )  # fmt: skip
     shapes = {"llama": llama, "gpt2": gpt2, "windowed": windowed}
-    if strategy.ep.degree > 1:
-        experts = ExpertShape(num_experts=2 * strategy.ep.degree, top_k=2, ffn=3 * unit)
-        grouped = dataclasses.replace(
-            experts, score="sigmoid", renormalizes=True, scaling=2.5, num_groups=2, top_groups=1,
-            has_bias=True, shared_ffn=5 * unit,
+    if (num_ranks := strategy.ep.degree) > 1:  # which splits nothing else
+        of_llama = ExpertShape(
+            num_experts=3 * num_ranks, top_k=2, ffn=5 * unit, shared_ffn=3 * unit,
+            has_shared_gate=True, aux_loss=0.01, z_loss=0.001,
         )  # fmt: skip
+        of_windowed = ExpertShape(
+            num_experts=4 * num_ranks, top_k=3, ffn=5 * unit, score="sigmoid", renormalizes=True,
+            scaling=2.5, num_groups=2 * num_ranks, top_groups=2, has_bias=True, bias_rate=0.01,
+        )  # fmt: skip
+        with_limit = dataclasses.replace(of_llama, has_shared_gate=False, capacity=1.0)
         shapes = {
-            "mixtral": dataclasses.replace(llama, experts=experts),
-            "deepseek": dataclasses.replace(windowed, experts=grouped),
+            "llama": dataclasses.replace(llama, experts=of_llama),
+            "capacity": dataclasses.replace(llama, experts=with_limit),
+            "windowed": dataclasses.replace(windowed, experts=of_windowed),
         }
     even = 2 * strategy.tp.degree * 17
     return {
@@ -156,8 +161,8 @@ def configured_cases(strategy: Strategy, config: VerifyConfig) -> dict[str, Case
         if strategy.pp.degree > 1 and config.accumulation is None:
             # A schedule is built for a multiple of the ranks, and cut: one case needs all of it.
             full = dataclasses.replace(config, accumulation=2 * strategy.pp.degree)
-            second = [*shapes][1]
-            cases[second] = configured_case(shapes[second], strategy, full)
+            name = "gpt2" if "gpt2" in shapes else "windowed"
+            cases[name] = configured_case(shapes[name], strategy, full)
         accumulation, num_rows = _sizes(strategy, config)
         cases |= module_cases(strategy, config, num_rows, accumulation)
     return cases

@@ -232,6 +232,8 @@ class Router(nn.Module):
         logits, chosen: of the last forward, [B, T, E] and bool [B, T, E].
     """
 
+    bias: Tensor
+
     def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
         super().__init__()
         self.experts = experts
@@ -346,8 +348,11 @@ class Block(nn.Module):
         self.attention = (Attention if shape.latent is None else LatentAttention)(shape)
         self.attention_output_norm = Norm(shape.hidden, shape) if after else None
         self.mlp_norm = Norm(shape.hidden, shape) if before else None
-        is_dense = shape.experts is None or index < shape.experts.first_dense
-        self.mlp = MLP(shape, shape.ffn) if is_dense else MoE(shape, shape.experts)
+        experts = shape.experts
+        if experts is None or index < experts.first_dense:
+            self.mlp = MLP(shape, shape.ffn)
+        else:
+            self.mlp = MoE(shape, experts)
         self.mlp_output_norm = Norm(shape.hidden, shape) if after else None
 
     def forward(self, x: Tensor, angles: Any, sees: Tensor, keys: Tensor | None) -> Tensor:

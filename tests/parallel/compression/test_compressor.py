@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from phalanx.comm.axes import DENSE, EXPERT
 from phalanx.comm.comm import Ranks
+from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.ledger import Ledger
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.compression.chosen import COMPRESSORS
@@ -212,3 +214,13 @@ def abandoned() -> bool:
 
 def test_a_backward_that_is_abandoned_leaves_no_error() -> None:
     assert run_ranks(abandoned, 2) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "sums, axes", [(DENSE.sums, {"dp", "cp", "ep"}), (EXPERT.sums, {"dp", "cp"})]
+)
+def test_only_the_axes_of_the_parameters_are_summed(sums: str, axes: set[str]) -> None:
+    comm = CountingComm({"dp": 2, "cp": 2, "ep": 2})
+    flat = torch.empty(64, device="meta")
+    COMPRESSORS["bf16"](comm).start(0, flat, [flat], sums).wait()
+    assert {entry.axis for entry in comm.entries()} == axes

@@ -26,7 +26,7 @@ def refuse_lost_hooks(model: nn.Module, comm: Comm) -> None:
     """Refuse hooks on parameters that would change a rank's part of a gradient, or be lost."""
     if comm.size("job") == 1:
         return
-    are_kept = comm.size("fsdp") == comm.size("tp") == 1
+    are_kept = comm.size("fsdp") == comm.size("tp") == comm.size("ep") == 1
     for name, parameter in model.named_parameters():
         after = getattr(parameter, "_post_accumulate_grad_hooks", None)
         if after or (parameter._backward_hooks and not are_kept):  # pyright: ignore[reportPrivateUsage]

@@ -229,7 +229,7 @@ class Records:
                 tokens=num_units,
                 tokens_per_s=num_units / times.wall_s,
                 mfu=None if use is None else use.mfu(of),
-                mfu_of=of,
+                mfu_of=of if use is None else f"{of}{use.basis}",
                 times=times,
                 unit=session.unit,
                 skipped=result.is_skipped,
