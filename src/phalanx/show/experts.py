@@ -111,10 +111,13 @@ def take_step() -> RoutedStep:
     branch: Any = model.blocks[0].mlp
     shapes, chosen = dict[str, list[int]](), list[Tensor]()
 
+    def choose(_: object, __: object, out: tuple[Tensor, Tensor]) -> None:
+        chosen.append(out[0])
+
     def note(_: object, args: tuple[Tensor, ...], y_BTD: Tensor) -> None:
         shapes.update(x=[*args[0].flatten(0, 1).shape], y=[*y_BTD.flatten(0, 1).shape])
 
-    branch.router.register_forward_hook(lambda _, __, out: chosen.append(out[0]))
+    branch.router.register_forward_hook(choose)
     branch.register_forward_hook(note)
     for name in ("gate", "down"):
         shapes[name] = [*local_shard(getattr(branch.experts, name)).shape]

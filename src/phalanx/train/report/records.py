@@ -62,6 +62,11 @@ MEASURED_STEPS = 10_000
 """Number of latest steps whose times and losses are kept."""
 
 
+def records_routing(number: int, num_steps: int) -> bool:
+    """Return whether step `number` of `num_steps` records the routing: also the first and last."""
+    return number in (1, num_steps) or number % -(-num_steps // ROUTING_RECORDS) == 0
+
+
 class Records:
     """Measures the steps that a caller takes in a session; leaving its context closes the log.
 
@@ -179,10 +184,8 @@ class Records:
     def watching(self, microbatches: Sequence[Any]) -> Generator[None]:
         """Measure the step inside: also bytes in LEDGER_STEP, and memory in MEMORY_STEP."""
         del microbatches
-        step, every = self.session.step, -(-self.session.num_steps // ROUTING_RECORDS)
-        number = step.steps_done + 1
-        is_end = number in (1, self.session.num_steps)
-        step.balance.is_recorded = is_end or number % every == 0
+        step = self.session.step
+        step.balance.is_recorded = records_routing(step.steps_done + 1, self.session.num_steps)
         # Not in a profiled step, whose trace would have the time that a memory ledger takes.
         recorder = None if self.profile is None else self.profile.recorder
         counted: Ledger | None = recorder
