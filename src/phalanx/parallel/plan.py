@@ -33,7 +33,7 @@ from phalanx.parallel.context.positions import PositionOrder
 from phalanx.parallel.context.split import ContextSplit
 from phalanx.parallel.data import DataSplit
 from phalanx.parallel.dropout import DropoutSplit, Masks
-from phalanx.parallel.experts import ExpertSplit
+from phalanx.parallel.expert_split import ExpertSplit
 from phalanx.parallel.pipeline.cut import chain_flops
 from phalanx.parallel.pipeline.partition import stage_costs
 from phalanx.parallel.pipeline.schedule import Schedule
