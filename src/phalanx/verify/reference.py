@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import cast_batch, count_rows, take_rows
-from phalanx.verify.plain import Masks, PlainDecoder, Router
+from phalanx.verify.plain import Masks, PlainDecoder, PlainRouter
 from phalanx.verify.settings import ROUTING, STATE
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class ReferenceRun:
         )
         self._scheduler = own and own.scheduler and own.scheduler(self._optimizer)
         self._masks = Masks(self.model, case.dropout_seed)
-        self._routers = {n: m for n, m in self.model.named_modules() if isinstance(m, Router)}
+        self._routers = {n: m for n, m in self.model.named_modules() if isinstance(m, PlainRouter)}
 
     def steps(self, phase: Phase = no_phase) -> Iterator[StepRecord]:
         """Take the steps one by one, with `phase("forward")` around each forward."""
