@@ -156,9 +156,12 @@ class Step:
         self.run(microbatches, forward, scale, self.phase)
         if self.balance.needs_counts:
             balance()
+        self.balance.end()
         with self.phase("metrics"):
             loss = self.comm.all_reduce(loss_sum, "loss") / divisor
-        return loss + self.balance.end(), num_valid
+        if self.balance.has_losses:
+            loss = loss + self.balance.loss()
+        return loss, num_valid
 
     def apply_gradients(self, loss: torch.Tensor, num_valid: torch.Tensor) -> StepResult:
         """Clip, update the weights, and count the step, given what `compute_gradients` returned.
