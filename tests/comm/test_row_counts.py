@@ -174,7 +174,7 @@ def test_all_ranks_gather_the_same_counts() -> None:
 
 def test_counts_of_forwards_with_gradients_are_noted_once() -> None:
     weight = torch.ones(1, requires_grad=True)
-    with of_dry_run() as seen:
+    with noted() as seen:
         product = note(COUNTS) and 2 * weight
         product.register_hook(lambda _: note(COUNTS) and None)  # as if backward recomputed it
         product.backward()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from phalanx.checkpoint.manifest import complete_checkpoints
+from phalanx.checkpoint.weights import open_checkpoint
 from phalanx.comm.comm import SingleRankComm
-from phalanx.config import OptimizerConfig
+from phalanx.config import OptimizerConfig, ShapeConfig
 from phalanx.data.samples import Batch
+from phalanx.errors import ConfigError
 from phalanx.models.decoder import Decoder
 from phalanx.models.experts import Router
 from phalanx.models.loss import IGNORE
@@ -19,9 +23,12 @@ from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel import recompute
 from phalanx.parallel.accumulate import Accumulate
 from phalanx.strategy import Recompute
+from phalanx.train.job.request import settle
 from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
+from phalanx.train.run import train
 from phalanx.train.step import Step
+from small_run import SHAPE, small_run
 
 PLAIN = ExpertShape(num_experts=8, top_k=2, ffn=24)
 LOSSES = dataclasses.replace(PLAIN, aux_loss=0.5, z_loss=0.1)
@@ -245,3 +252,35 @@ def test_biases_move_toward_the_mean_load() -> None:
     step.nonfinite = "skip"
     step.apply_gradients(loss * float("nan"), num_valid)
     assert all(map(torch.equal, before, step.model.buffers())), "a skipped step moves none"
+
+
+def test_biases_of_a_resumed_run(tmp_path: Path) -> None:
+    """A run that resumes under another split, with other microbatches, continues to the digit."""
+    of = "num_experts=4,top_k=2,ffn=24,has_bias=true,bias_rate=0.01,aux_loss=0.1,capacity=1.1"
+    shape = dataclasses.replace(SHAPE, experts=of)
+    config = small_run(tmp_path, strategy="fsdp2", steps=3, shape=shape)
+    train(dataclasses.replace(config, save="every=1"))
+    part = str(tmp_path / "run" / "checkpoints" / "step-00000001")
+    again = dataclasses.replace(
+        config, strategy="dp1", resume=part, out=str(tmp_path / "part"), shape=ShapeConfig()
+    )
+    train(again)
+    whole, resumed = (
+        open_checkpoint(complete_checkpoints(tmp_path / name)[3]) for name in ("run", "part")
+    )
+    assert whole.shape.experts is not None
+    assert whole.shape.experts.aux_loss == 0.1
+    for block in range(whole.shape.num_layers):
+        bias = whole.read(f"blocks.{block}.mlp.router.bias")
+        assert bias.abs().max() >= 0.01
+        assert torch.equal(bias, resumed.read(f"blocks.{block}.mlp.router.bias"))
+        for name in ("gate", "down"):
+            ours, theirs = (w.read(f"blocks.{block}.mlp.experts.{name}") for w in (whole, resumed))
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
+
+
+def test_servers_refuse_losses(tmp_path: Path) -> None:
+    shape = dataclasses.replace(SHAPE, experts="num_experts=4,top_k=2,ffn=24,z_loss=0.1")
+    config = small_run(tmp_path, strategy="dp2:ps", steps=2, shape=shape)
+    with pytest.raises(ConfigError, match=r"need the loads of the whole batch.* nearest is dp2"):
+        settle(config)

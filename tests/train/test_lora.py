@@ -19,7 +19,7 @@ from phalanx.comm.comm import Ranks
 from phalanx.config import BatchConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.data.samples import Batch
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.hugging_face.convert import convert, open_weights
+from phalanx.hugging_face.convert import convert, open_weights, read_adapters
 from phalanx.hugging_face.names import table
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -273,7 +273,9 @@ def test_a_run_is_resumed_on_other_ranks_and_loaded_by_peft(tmp_path: Path, fami
         theirs: Any = getattr(small_models, family)(vocab_size=300, rms_norm_eps=1e-5)
         theirs.save_pretrained(tmp_path / "base")
         (tmp_path / "base" / "tokenizer.json").write_text(tokenizer_of(300))
-        train(run_of(tmp_path, strategy="fsdp2"))
+        shape = ShapeConfig(experts="aux_loss=0.01" if family in WITH_EXPERTS else None)
+        train(run_of(tmp_path, strategy="fsdp2", shape=shape))
+        assert read_adapters(tmp_path / "run", open_weights(tmp_path / "base"))
         half = str(manifest.folder_of(tmp_path / "run", 2))
         for text in ("dp3", "dp1", "tp2", *(("ep2",) if family in WITH_EXPERTS else ())):
             out = str(tmp_path / text)

@@ -302,6 +302,46 @@ def test_experts(texts: Sequence[str], subtests: pytest.Subtests) -> None:
     check_parity(subtests, pairs)
 
 
+BALANCED = dataclasses.replace(
+    EXPERTS,
+    num_layers=3,
+    experts=dataclasses.replace(
+        EXPERTS.experts, num_experts=8, top_k=3, first_dense=1, score="sigmoid", renormalizes=True,
+        scaling=2.5, num_groups=4, top_groups=2, group_score="top2", has_bias=True, bias_rate=0.01,
+        aux_loss=0.3, z_loss=0.01, capacity=0.9,
+    ),
+)  # fmt: skip
+POOLED = dataclasses.replace(
+    EXPERTS, experts=dataclasses.replace(EXPERTS.experts, aux_loss=0.3, pools_layers=True)
+)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        *jobs("cp2"),
+        *jobs(
+            *("dp2", "fsdp2", "fsdp2:zero1", "fsdp2:zero2", "cp2:ulysses", "pp2", "pp2:zb/1"),
+            *("dp2,recompute:sqrt", "fsdp2,recompute:full", "dp3", "fsdp2,ep2", "pp2,ep2"),
+            *("ep2,tp2", "cp2,ep2,recompute:selective", "dp2,pp2:interleaved/2"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_losses_limits_and_biases_of_experts(
+    texts: Sequence[str], subtests: pytest.Subtests
+) -> None:
+    pairs: list[tuple[Case, Strategy]] = []
+    for strategy in map(Strategy.parse, texts):
+        of = BALANCED if strategy.pp.degree == 1 else dataclasses.replace(BALANCED, num_layers=5)
+        # Uneven microbatches, and one microbatch, whose own forward counts.
+        for shape, accumulation in ((of, 3), (POOLED, 1)):
+            ranks = strategy.data_ranks
+            case = case_of(shape, accumulation, accumulation * ranks + 1, ranks)
+            pairs.append((case, strategy))
+    check_parity(subtests, pairs)
+
+
 # Four blocks: sqrt is segments of two, and the last segment of every/3 is short.
 @pytest.mark.parametrize(
     ("llama", "gpt2"),

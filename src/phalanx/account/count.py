@@ -191,7 +191,7 @@ def work_of(case: Case) -> Work:
 
 
 def _tokens_of(of: Operation, case: Case) -> int:
-    """Return the tokens of a row that a product multiplies; of grouped products, those of each."""
+    """Return the rows of a sequence that a product, or each of grouped products, multiplies."""
     if of.groups == 1:
         return case.seq_len
     assert case.shape.experts is not None

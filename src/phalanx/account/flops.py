@@ -39,8 +39,8 @@ from typing import Final, Literal
 from phalanx.account.count import Case, Work, one_block_shape, product_flops, work_of
 from phalanx.account.parameters import BlockKind, block_kinds, num_parameters
 from phalanx.errors import ConfigError
+from phalanx.models.block_weights import pair_width
 from phalanx.models.shape import ModelShape, causal_pairs
-from phalanx.models.weights import pair_width
 from phalanx.strategy import Recompute, Strategy
 
 Attention = Literal["causal", "full"]

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from phalanx.models.block_weights import block_weights
 from phalanx.models.shape import ModelShape
-from phalanx.models.weights import block_weights
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -222,9 +222,15 @@ def read_adapters(source: Path, base: Weights) -> peft_folder.Adapters:
     weights = open_checkpoint(source) if kind_of(source) == "phalanx" else None
     if weights is None or weights.base is None:
         raise CheckpointError(f"{source} has no adapters; expected {peft_folder.CONFIG} of PEFT")
-    if dataclasses.replace(weights.shape, lora=None, dropout=base.shape.dropout) != base.shape:
+    if _as_evaluated(weights.shape) != _as_evaluated(base.shape):
         raise CheckpointError(f"{source} has adapters of a model of another shape")
     return peft_folder.adapters_in(weights)
+
+
+def _as_evaluated(shape: ModelShape) -> ModelShape:
+    """Return the shape without adapters and without what acts in training alone."""
+    experts = shape.experts and shape.experts.as_evaluated
+    return dataclasses.replace(shape, lora=None, dropout=0.0, experts=experts)
 
 
 def names_of(weights: Weights) -> str:

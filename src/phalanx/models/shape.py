@@ -143,8 +143,7 @@ class ExpertShape(Parts):
         shared_ffn: inner size of the shared expert, which every token visits; 0 for none.
         has_shared_gate: whether the sigmoid of a linear map scales the shared expert's output.
         aux_loss: coefficient of the balancing loss E sum_e f_e P_e, over the global batch; f_e is
-            the share of expert e in all selections times `top_k`, P_e its mean share in the scores
-            of a token.
+            the selections of expert e a token, P_e its mean part in the scores of a token.
         pools_layers: whether f and P are means over all layers, and not of one layer each.
         z_loss: coefficient of the mean squared log-sum-exp of the logits (Zoph et al. 2022).
         capacity: most tokens of a row that an expert takes in training, as a multiple of the mean

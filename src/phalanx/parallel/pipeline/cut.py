@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Sequence
 
 from phalanx.errors import StrategyError
+from phalanx.models.block_weights import block_weights, pair_width
 from phalanx.models.shape import ModelShape, causal_pairs
-from phalanx.models.weights import block_weights, pair_width
 from phalanx.parallel.pipeline.partition import partition
 from phalanx.parallel.pipeline.schedule import (
     KINDS,

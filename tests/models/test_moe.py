@@ -76,14 +76,14 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], limit: floa
 @pytest.mark.parametrize("name", KINDS)
 def test_experts_equal_the_plain_loop(name: str) -> None:
     ours = branch(KINDS[name])
-    theirs = plain.MoE(dataclasses.replace(SHAPE, experts=KINDS[name]), KINDS[name]).double()
+    theirs = plain.PlainMoE(dataclasses.replace(SHAPE, experts=KINDS[name]), KINDS[name]).double()
     theirs.load_state_dict(ours.state_dict())
     assert_close(gradients(ours, inputs()), gradients(theirs, inputs()), 1e-12)
 
 
 def test_geglu_experts_equal_the_plain_loop() -> None:
     ours = branch(FEW, mlp="geglu")
-    theirs = plain.MoE(dataclasses.replace(SHAPE, mlp="geglu"), FEW).double()
+    theirs = plain.PlainMoE(dataclasses.replace(SHAPE, mlp="geglu"), FEW).double()
     theirs.load_state_dict(ours.state_dict())
     assert_close(gradients(ours, inputs()), gradients(theirs, inputs()), 1e-12)
 
@@ -213,7 +213,7 @@ def test_the_grouped_product_equals_slices(
     assert not grouped["experts.gate"][idle].any(), "its gradient is zero"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_rows_of_other_experts_change_no_bit(dtype: torch.dtype) -> None:
     made = branch(FEW, dtype).experts
     rows = inputs(dtype).flatten(0, 1)

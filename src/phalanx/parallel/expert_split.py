@@ -42,7 +42,7 @@ from phalanx.comm.row_counts import RowCounts
 from phalanx.errors import StrategyError
 from phalanx.models.shape import ExpertShape
 from phalanx.parallel.composite import mapped
-from phalanx.parallel.local import local_parameters
+from phalanx.parallel.local_parameters import local_parameters
 from phalanx.parallel.skeleton import Skeleton, experts_of
 from phalanx.parallel.split import Split, Target, phases_of
 from phalanx.strategy import Axis, Strategy

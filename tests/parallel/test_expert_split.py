@@ -21,7 +21,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.experts import MoE, Router
 from phalanx.models.initial import fill_initial
 from phalanx.models.shape import ExpertShape, ModelShape
-from phalanx.parallel.experts import ExpertSplit, apply
+from phalanx.parallel.expert_split import ExpertSplit, apply
 from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Axis, Strategy
 from phalanx.verify.batches import decoder_batches
