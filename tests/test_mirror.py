@@ -32,6 +32,7 @@ ACROSS = {
     "cli/test_help.py": "the --help of every verb, with config/help",
     "collectives/test_collectives_of_scripts.py": "phalanx.collectives, as a script calls it",
     "models/test_latent_attention.py": "attention and roles: latent attention beside transformers",
+    "models/test_moe.py": "models/experts.py: routers, experts and limits beside transformers",
     "comm/test_nccl.py": "every collective by the rules of NCCL",
     "comm/test_one_way_groups.py": "meshes: groups between neighbours of a pipeline",
     "train/test_lora.py": "adapters: models/shape, train/text, peft_folder, beside PEFT itself",

@@ -55,6 +55,7 @@ OTHERS = {
         "float32 compress=int8": "dp2,tp2 | dp2",
         "float32 compress=powersgd": "| dp2",
         "bfloat16 compress=int8": "dp2",
+        "float32 shape.experts=num_experts=8,top_k=2,ffn=32,renormalizes=true": "ep2 | fsdp2,ep2",
         f"float32 {KEPT}min:loss": "dp2 | fsdp2",
         f"float32 {PASSES} corpus.tail=keep": "pp2 | dp2",
         f"float32 {PASSES} corpus.tail=pad": "dp2",

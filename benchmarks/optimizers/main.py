@@ -51,7 +51,10 @@ def step_of(strategy: Strategy, comm: Ranks, way: str) -> Step:
 
 
 def measure(text: str, rows: int, rounds: int) -> tuple[dict, dict]:
-    """Return for each way the seconds of its steps and of their updates, and bytes by op."""
+    """Return for each way the seconds of its steps, of their updates and of the processor.
+
+    And the calls and bytes of its updates by collective.
+    """
     strategy = Strategy.parse(text)
     comm = Ranks(strategy)
     steps = {way: step_of(strategy, comm, way) for way in ways_of(strategy)}
@@ -77,16 +80,24 @@ def measure(text: str, rows: int, rounds: int) -> tuple[dict, dict]:
             owners = step.optimizer.owners
             stated = owners.traffic(range(len(owners.parameters)), 2)
             assert {*stated} == {*sent.values()}, (stated, sent)
-    times: dict[str, list[tuple[float, float]]] = {way: [] for way in steps}
+    times: dict[str, list[tuple[float, float, float]]] = {way: [] for way in steps}
     for number in range(rounds):
         names = [*steps]
         for way in names[number % len(names) :] + names[: number % len(names)]:
             dist.barrier()
-            update_s, begin_s = 0.0, time.perf_counter()
+            update_s, begin_s, cpu_s = 0.0, time.perf_counter(), time.process_time()
             with steps[way].watched(clock):
                 steps[way](batches)
-            times[way].append((time.perf_counter() - begin_s, update_s))
+            cpu_s = time.process_time() - cpu_s
+            times[way].append((time.perf_counter() - begin_s, update_s, cpu_s))
     return times, bytes_of
+
+
+def against(seconds: list[float], others: list[float]) -> str:
+    """Return the median ratio of two lists, pair by pair, and its quartiles."""
+    ratios = [a / b for a, b in zip(seconds, others, strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return f"{statistics.median(ratios):.2f} ({quartiles[0]:.2f}-{quartiles[2]:.2f})"
 
 
 def main() -> None:
@@ -100,20 +111,21 @@ def main() -> None:
     ranks = run_ranks(measure, 2, args.strategy, args.rows, args.rounds, threads=1)
     print(f"{args.strategy}, {args.rows} rows a rank, load {load:.1f} before the start")
     print(
-        "| optimizer | ms a step, median | min | max | against AdamW, round by round | update, ms |"
+        "| optimizer | ms a step, median | min | max | against AdamW, round by round "
+        "| processor, ms | against AdamW | update, ms |"
     )
-    print("|---|---:|---:|---:|---:|---:|")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
     rows = {}
     for way in ways_of(Strategy.parse(args.strategy)):
-        steps = [max(times[way][n][0] for times, _ in ranks) for n in range(args.rounds)]
-        updates = [max(times[way][n][1] for times, _ in ranks) for n in range(args.rounds)]
-        rows[way] = {"step_s": steps, "update_s": updates, "sent": ranks[0][1][way]}
-        ratios = [a / b for a, b in zip(steps, rows["adamw"]["step_s"], strict=True)]
-        quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+        steps, updates, cpus = (
+            [max(times[way][n][at] for times, _ in ranks) for n in range(args.rounds)]
+            for at in range(3)
+        )
+        rows[way] = {"step_s": steps, "update_s": updates, "cpu_s": cpus, "sent": ranks[0][1][way]}
         print(
             f"| {way} | {spread([1e3 * seconds for seconds in steps], ',.0f')} | "
-            f"{statistics.median(ratios):.2f} ({quartiles[0]:.2f}-{quartiles[2]:.2f}) | "
-            f"{1e3 * statistics.median(updates):,.0f} |"
+            f"{against(steps, rows['adamw']['step_s'])} | {1e3 * statistics.median(cpus):,.0f} | "
+            f"{against(cpus, rows['adamw']['cpu_s'])} | {1e3 * statistics.median(updates):,.0f} |"
         )
     for way, each in rows.items():
         for name, (calls, num_bytes) in each["sent"].items():

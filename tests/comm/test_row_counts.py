@@ -14,7 +14,7 @@ from nccl_trace import traced
 from phalanx.comm.comm import Ranks
 from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.ledger import Entry, Ledger
-from phalanx.comm.row_counts import RowCounts
+from phalanx.comm.row_counts import RowCounts, note, noted
 from phalanx.comm.shared_memory import SMALL_BYTES
 from phalanx.errors import CollectiveMismatch
 from phalanx.launch.local import run_ranks
@@ -167,6 +167,18 @@ def gather_counts() -> tuple[RowCounts, list[Entry], list[Entry]]:
 
 
 def test_all_ranks_gather_the_same_counts() -> None:
-    for counts, sent, noted in run_ranks(gather_counts, 2):
+    for counts, sent, of_dry_run in run_ranks(gather_counts, 2):
         assert counts.groups == ((1, 2, 3, 4), (2, 4, 6, 8))
-        assert sent == noted == [Entry("other", "ep", "all_gather", 1, 64, 32.0)]
+        assert sent == of_dry_run == [Entry("other", "ep", "all_gather", 1, 64, 32.0)]
+
+
+def test_counts_of_forwards_with_gradients_are_noted_once() -> None:
+    weight = torch.ones(1, requires_grad=True)
+    with noted() as seen:
+        product = note(COUNTS) and 2 * weight
+        product.register_hook(lambda _: note(COUNTS) and None)  # as if backward recomputed it
+        product.backward()
+        with torch.no_grad():
+            note(COUNTS)
+    note(COUNTS)
+    assert seen == [COUNTS]

@@ -37,6 +37,7 @@ SMALLER = (
     (r"phalanx verify", "--steps 1 --no-three"),
     (r"phalanx bench (ceiling|mfu)", "--budget-s 1 --threads 1"),
     (r"phalanx bench comm", "--ranks 2 --max-mib 1"),
+    (r"phalanx bench data", ""),
     (r"phalanx bench", "--rounds 1 --seq-len 16 --shape.num-layers 2"),
     (r"phalanx launch .*--print", ""),
     (r"phalanx generate", "--max-tokens 4 --threads 1 --seed 1"),
@@ -110,7 +111,11 @@ def job():
     return phalanx.Trainer(build, Classes(), data, batch_size=16, accumulation=2)
 """
 
-LOOP = next(block.text for block in BLOCKS if block.is_run and "phalanx.init()" in block.text)
+LOOP = next(
+    block.text
+    for block in BLOCKS
+    if block.page == "your_model.md" and block.is_run and "phalanx.init()" in block.text
+)
 """The loop of docs/your_model.md."""
 
 

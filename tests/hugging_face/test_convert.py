@@ -148,7 +148,13 @@ def take_a_step_and_save(config: TrainConfig) -> None:
 
 @pytest.mark.parametrize(
     ("make", "strategy"),
-    [(mixtral, "fsdp2"), (qwen3_moe, "dp1"), (qwen2_moe, "dp2"), (olmoe, "ep2")],
+    [
+        (mixtral, "fsdp2"),
+        (olmoe, "ep2"),
+        pytest.param(qwen3_moe, "tp2", marks=pytest.mark.slow),
+        pytest.param(qwen2_moe, "fsdp2,ep2", marks=pytest.mark.slow),
+        pytest.param(mixtral, "dp2,ep2", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_begins_with_experts_and_is_written_back(
     make: Callable[..., Any], strategy: str, tmp_path: Path

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
 from small_models import MODELS, SIZES, in_float64, model_of
 from states import from_hf, to_hf
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,13 +22,21 @@ from transformers import (
 )
 
 from phalanx.checkpoint.weights import sizes_of
+from phalanx.comm.comm import Ranks
+from phalanx.config import OptimizerConfig
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.config import config_to_hf, shape_from_hf
 from phalanx.hugging_face.families import family_of
 from phalanx.hugging_face.names import table
+from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.loss import IGNORE
 from phalanx.models.registry import PRESETS, shape_of
+from phalanx.models.shape import ModelShape
+from phalanx.parallel import data
+from phalanx.parallel.accumulate import Accumulate
+from phalanx.train.optimizer import build_optimizer
+from phalanx.train.step import Step
 
 TOLERANCE = 1e-12
 
@@ -83,6 +92,58 @@ def test_equal_logits_loss_and_gradients(name: str) -> None:
         torch.testing.assert_close(
             gradient / scale, expected_gradients[key] / scale, rtol=0.0, atol=10 * TOLERANCE
         )
+
+
+class NextRow:
+    """Cross-entropy, summed; a microbatch is tokens and labels."""
+
+    def loss_sum(self, model: nn.Module, microbatch: tuple[Tensor, Tensor], step: int) -> Tensor:
+        return model(*microbatch)
+
+    def num_valid(self, microbatch: tuple[Tensor, Tensor]) -> int:
+        return microbatch[1].numel()
+
+
+def loss_and_gradients(
+    shape: ModelShape, weights: dict[str, Tensor], tokens_BT: Tensor, labels_BT: Tensor
+) -> tuple[float, dict[str, Tensor]]:
+    """Compute both over this rank's rows, each a microbatch."""
+    comm = Ranks({"dp": 2})
+    model = Decoder(shape).double()
+    model.load_state_dict(weights)
+    config = OptimizerConfig()
+    run = Accumulate(data.apply(model, comm))
+    step = Step(
+        model, build_optimizer(model, config), NextRow(), config, comm=comm, num_steps=1, run=run
+    )
+    own = [rows[comm.coord("dp") :: 2].split(1) for rows in (tokens_BT, labels_BT)]
+    loss, _ = step.compute_gradients(list(zip(*own, strict=True)))
+    return float(loss), {n: cast(Tensor, p.grad) for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe-tied-first-dense", "olmoe"])
+def test_a_step_with_the_balancing_loss_of_a_config(name: str) -> None:
+    """Over the global batch, on two ranks with two microbatches each."""
+    theirs, ours = pair(name)
+    changes = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
+    shape = shape_from_hf(theirs.config.to_dict() | changes)
+    draw = torch.Generator().manual_seed(1)
+    tokens_BT, labels_BT = torch.randint(0, 97, (2, 4, 12), generator=draw).unbind()
+    with in_float64():
+        found: Any = theirs(tokens_BT, output_router_logits=True)
+        expected = F.cross_entropy(found.logits.flatten(0, 1), labels_BT.flatten())
+        balance = 0.1 * found.aux_loss
+        (expected + balance).backward()
+    assert 0.1 < balance.detach() < 1
+    gradients = from_hf(
+        {name: cast(Tensor, p.grad) for name, p in theirs.named_parameters()},
+        shape, theirs.config.model_type,
+    )  # fmt: skip
+    given = shape, ours.state_dict(), tokens_BT, labels_BT
+    for loss, own in run_ranks(loss_and_gradients, 2, *given, threads=1):
+        assert loss == pytest.approx(float((expected + balance).detach()), rel=1e-12)
+        for key, gradient in gradients.items():
+            torch.testing.assert_close(own[key], gradient, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,11 @@ def test_attention_has_adapters_beside_experts(tmp_path: Path) -> None:
     folder = adapted(tmp_path, "olmoe", of_attention)
     config = dataclasses.replace(CONFIG_OF, lora_modules=modules_of(folder))
     check_mixed(with_engine(folder / "hf", config, mixed_answers), folder)
+    settings = json.loads((folder / "b" / CONFIG).read_text())
+    settings["target_parameters"] = ["gate.weight", "down_proj", "gate_up_proj"]
+    (folder / "b" / CONFIG).write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="adapters of experts and routers are read once merg"):
+        open_served(folder / "hf", config.lora_modules)
     tensors = load_file(folder / "a" / MODEL)
     for letter in "AB":  # as PEFT writes them over a transformers that had a module an expert
         shape = {"A": (2, 32), "B": (48, 2)}[letter]

@@ -10,7 +10,7 @@ from phalanx.comm.axes import DENSE, EXPERT
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ExpertShape, ModelShape
-from phalanx.parallel.experts import ExpertSplit
+from phalanx.parallel.expert_split import ExpertSplit
 from phalanx.parallel.groups import (
     Group,
     Parameter,

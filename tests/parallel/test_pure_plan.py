@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Block, Decoder
 from phalanx.models.registry import shape_of
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel.plan import Plan, plan_decoder
 from phalanx.parallel.tensor import account
 from phalanx.strategy import KINDS, Strategy
@@ -59,8 +60,15 @@ class AnyModule(nn.Module):
         return self.get_submodule("outer.1")(x)
 
 
+EXPERTS = dataclasses.replace(SHAPE, experts=ExpertShape(num_experts=4, top_k=2, ffn=16))
+
+
 def decoder() -> Decoder:
     return Decoder(SHAPE)
+
+
+def sparse() -> Decoder:
+    return Decoder(EXPERTS)
 
 
 def contents(value: Any) -> Any:
@@ -111,10 +119,12 @@ def texts() -> list[str]:
 @pytest.mark.parametrize("build", [decoder, AnyModule])
 @pytest.mark.parametrize("text", texts())
 def test_asking_a_plan_leaves_the_model_as_it_is(text: str, build: Callable[[], nn.Module]) -> None:
-    model, strategy = build(), Strategy.parse(text)
+    strategy = Strategy.parse(text)
+    model = sparse() if build is decoder and strategy.ep.degree > 1 else build()
     roles = ROLES if build is AnyModule and strategy.tp.degree > 1 else None
     before = everything(model)
-    if build is AnyModule and (strategy.cp.degree > 1 or "every" in text or "sqrt" in text):
+    only_decoder = strategy.cp.degree * strategy.ep.degree > 1 or "every" in text or "sqrt" in text
+    if build is AnyModule and only_decoder:
         with pytest.raises(StrategyError):
             Plan(strategy, model, roles=roles)
     else:
@@ -135,12 +145,16 @@ def test_what_is_compared_sees_a_change() -> None:
         assert everything(model) != before
 
 
-@pytest.mark.parametrize("text", ["pp2,fsdp2", "fsdp4,tp2", "pp2,cp2,tp2", "pp3:interleaved/2"])
+@pytest.mark.parametrize(
+    "text",
+    ["pp2,fsdp2", "fsdp4,tp2", "pp2,cp2,tp2", "pp3:interleaved/2", "dp2,ep2", "pp2,fsdp2,ep2"],
+)
 def test_a_plan_of_a_shape_answers_as_one_of_the_model(text: str) -> None:
     strategy = Strategy.parse(text)
+    shape = EXPERTS if strategy.ep.degree > 1 else SHAPE
     with torch.device("meta"):
-        model = Decoder(SHAPE)
-    plans = plan_decoder(strategy, SHAPE), Plan(strategy, model)
+        model = Decoder(shape)
+    plans = plan_decoder(strategy, shape), Plan(strategy, model)
     for pp_rank in range(strategy.pp.degree):
         one, other = (plan.for_pp_rank(pp_rank) for plan in plans)
         assert one.holds(4) == other.holds(4)

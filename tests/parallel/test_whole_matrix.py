@@ -178,8 +178,8 @@ def on_meta(shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     return [torch.empty(shape, device="meta") for shape in shapes]
 
 
-def rows(parameters: Sequence[Tensor]) -> Callable[[int], list[range]]:
-    return lambda number: optimizers.matrices_of(parameters[number].shape, {})
+def rows(parameters: Sequence[Tensor]) -> list[list[range]]:
+    return [optimizers.matrices_of(parameter.shape, {}) for parameter in parameters]
 
 
 def test_work_is_even() -> None:

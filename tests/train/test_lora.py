@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx.checkpoint import manifest
@@ -18,7 +19,7 @@ from phalanx.comm.comm import Ranks
 from phalanx.config import BatchConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.data.samples import Batch
 from phalanx.errors import CheckpointError, ConfigError
-from phalanx.hugging_face.convert import convert, open_weights
+from phalanx.hugging_face.convert import convert, open_weights, read_adapters
 from phalanx.hugging_face.names import table
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -55,6 +56,7 @@ STRATEGIES = (
     *("dp2,fsdp2", "fsdp2,tp2", "pp2,tp2"),
 )
 LIMIT = 1e-10
+WITH_EXPERTS = ("mixtral", "qwen2_moe")
 
 
 def decoder(shape: ModelShape = SHAPE) -> Decoder:
@@ -259,7 +261,7 @@ def run_of(folder: Path, **settings: Any) -> TrainConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["llama", "phi3", "gpt2", *WITH_EXPERTS])
 def test_a_run_is_resumed_on_other_ranks_and_loaded_by_peft(tmp_path: Path, family: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning)
@@ -271,9 +273,11 @@ def test_a_run_is_resumed_on_other_ranks_and_loaded_by_peft(tmp_path: Path, fami
         theirs: Any = getattr(small_models, family)(vocab_size=300, rms_norm_eps=1e-5)
         theirs.save_pretrained(tmp_path / "base")
         (tmp_path / "base" / "tokenizer.json").write_text(tokenizer_of(300))
-        train(run_of(tmp_path, strategy="fsdp2"))
+        shape = ShapeConfig(experts="aux_loss=0.01" if family in WITH_EXPERTS else None)
+        train(run_of(tmp_path, strategy="fsdp2", shape=shape))
+        assert read_adapters(tmp_path / "run", open_weights(tmp_path / "base"))
         half = str(manifest.folder_of(tmp_path / "run", 2))
-        for text in ("dp3", "dp1", "tp2" if family in ("llama", "phi3", "gpt2") else "ep2"):
+        for text in ("dp3", "dp1", "tp2", *(("ep2",) if family in WITH_EXPERTS else ())):
             out = str(tmp_path / text)
             train(
                 run_of(
@@ -309,6 +313,30 @@ def test_a_run_is_resumed_on_other_ranks_and_loaded_by_peft(tmp_path: Path, fami
             train(run_of(tmp_path, **options, model=None))
         train(run_of(tmp_path, **options, model=str(tmp_path / "new" / "base")))
         assert losses(tmp_path / "moved") == losses(tmp_path / "dp1")
+
+
+@pytest.mark.slow
+def test_adapters_of_shared_experts_are_merged_as_peft_does(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        from peft import LoraConfig, get_peft_model
+
+        from hugging_face.small_models import qwen2_moe
+
+        base: Any = qwen2_moe()
+        base.save_pretrained(tmp_path / "base")
+        config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+        adapted: Any = get_peft_model(base, config)
+        adapted.save_pretrained(tmp_path / "adapter")
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    for module in ("shared_expert.down_proj", "shared_expert_gate", "shared_expert.up_proj"):
+        assert f"base_model.model.model.layers.1.mlp.{module}.lora_A.weight" in names
+    tokens = torch.arange(40).reshape(2, 20)
+    with torch.no_grad():
+        weights = open_weights(tmp_path / "adapter", base=tmp_path / "base")
+        ours = load_decoder(weights, torch.float32, "cpu")(tokens)
+        expected = adapted.eval()(tokens).logits
+    assert float((ours - expected).abs().max()) < 1e-5 * float(expected.abs().max())
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,27 @@ def test_muon(texts: Sequence[str], kind: Any, subtests: pytest.Subtests) -> Non
     check_parity(subtests, pairs)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "texts", jobs("ep2", "fsdp2", "dp2,ep2", "fsdp2:zero1,ep2", "ep2,tp2", "pp2,ep2")
+)
+def test_muon_of_experts(texts: Sequence[str], subtests: pytest.Subtests) -> None:
+    """A stack of experts is a matrix each; router and gate of the shared expert are AdamW's."""
+    experts = ExpertShape(num_experts=4, top_k=2, ffn=12, shared_ffn=8, has_shared_gate=True)
+    shape = dataclasses.replace(LLAMA, num_kv_heads=8, dropout=0.0, experts=experts)
+    settings = OptimizerConfig(kind="muon", warmup_steps=0)
+    pairs: list[tuple[Case, Strategy]] = []
+    for strategy in map(Strategy.parse, texts):
+        case = case_of(shape, 2, 13, strategy.data_ranks)
+        pairs.append((dataclasses.replace(case, optimizer=settings), strategy))
+    (num_ranks,) = {strategy.num_ranks for _, strategy in pairs}
+    for verdict in run_ranks(verdicts_on_ranks, num_ranks, pairs)[0]:
+        with subtests.test(verdict.strategy):
+            assert max(d.error for d in verdict.differences) <= 1e-10, str(verdict)
+            quantities = {d.quantity for d in verdict.differences if "experts" in d.name}
+            assert "optimizer's momentum_buffer" in quantities
+
+
 def by_rows(right: Any) -> Any:
     """Orthogonalise each half of the rows, as if it were a matrix."""
     return lambda matrix, *how: torch.cat([right(half, *how) for half in matrix.chunk(2)])
@@ -278,6 +299,46 @@ def test_experts(texts: Sequence[str], subtests: pytest.Subtests) -> None:
     """fsdp3 splits the 2 experts of a rank along another dimension."""
     strategies = [Strategy.parse(text) for text in texts]
     pairs = [(case_of(EXPERTS, 2, 4 * s.data_ranks + 1, s.data_ranks), s) for s in strategies]
+    check_parity(subtests, pairs)
+
+
+BALANCED = dataclasses.replace(
+    EXPERTS,
+    num_layers=3,
+    experts=dataclasses.replace(
+        EXPERTS.experts, num_experts=8, top_k=3, first_dense=1, score="sigmoid", renormalizes=True,
+        scaling=2.5, num_groups=4, top_groups=2, group_score="top2", has_bias=True, bias_rate=0.01,
+        aux_loss=0.3, z_loss=0.01, capacity=0.9,
+    ),
+)  # fmt: skip
+POOLED = dataclasses.replace(
+    EXPERTS, experts=dataclasses.replace(EXPERTS.experts, aux_loss=0.3, pools_layers=True)
+)
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        *jobs("cp2"),
+        *jobs(
+            *("dp2", "fsdp2", "fsdp2:zero1", "fsdp2:zero2", "cp2:ulysses", "pp2", "pp2:zb/1"),
+            *("dp2,recompute:sqrt", "fsdp2,recompute:full", "dp3", "fsdp2,ep2", "pp2,ep2"),
+            *("ep2,tp2", "cp2,ep2,recompute:selective", "dp2,pp2:interleaved/2"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_losses_limits_and_biases_of_experts(
+    texts: Sequence[str], subtests: pytest.Subtests
+) -> None:
+    pairs: list[tuple[Case, Strategy]] = []
+    for strategy in map(Strategy.parse, texts):
+        of = BALANCED if strategy.pp.degree == 1 else dataclasses.replace(BALANCED, num_layers=5)
+        # Uneven microbatches, and one microbatch, whose own forward counts.
+        for shape, accumulation in ((of, 3), (POOLED, 1)):
+            ranks = strategy.data_ranks
+            case = case_of(shape, accumulation, accumulation * ranks + 1, ranks)
+            pairs.append((case, strategy))
     check_parity(subtests, pairs)
 
 

@@ -33,7 +33,7 @@ from phalanx.checkpoint.untrusted import (
     write_json,
 )
 from phalanx.errors import CheckpointError
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import IN_EVALUATION, ModelShape
 from phalanx.object_store import address_of, fetch, put, refresh, remove
 from phalanx.storage import Checksum, hint_of_missing
 
@@ -125,14 +125,17 @@ class Manifest:
     def check_shape(self, shape: ModelShape) -> None:
         """Raise CheckpointError unless `shape` is the shape of the checkpoint's model.
 
-        Two values do not affect weights and may differ: dropout, and the maximum sequence length
-        of a model with rotary position embeddings.
+        Three do not affect weights and may differ: dropout, the maximum sequence length of a model
+        with rotary position embeddings, and what acts on experts in training alone.
         """
-        ours = json.loads(json.dumps(dataclasses.asdict(shape)))  # as JSON: lists for tuples
+        fixed = dataclasses.replace(shape, experts=shape.experts and shape.experts.as_evaluated)
+        ours = json.loads(json.dumps(dataclasses.asdict(fixed)))  # as JSON: lists for tuples
         defaults = {each.name: each.default for each in dataclasses.fields(shape)}
         free = ("dropout", "max_seq_len") if shape.position == "rope" else ("dropout",)
         for name, value in ours.items():
             was = self.shape.get(name, defaults[name])  # an older file may lack the field
+            if name == "experts" and was:
+                was = {**was, **IN_EVALUATION}
             if value == was or name in free:
                 continue
             if name == "max_seq_len" and self.shape.get("position") == "learned":

@@ -15,7 +15,7 @@ algorithms, 2009), as a multiple of `payload_bytes`:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,21 @@ class Entry:
     calls: int
     payload_bytes: int
     sent_bytes: float
+
+
+def added(entries: Iterable[Entry]) -> list[Entry]:
+    """Return one entry for each phase, axis and op, in the order of the first ones."""
+    sums: dict[tuple[str, str, str], Entry] = {}
+    for entry in entries:
+        key = entry.phase, entry.axis, entry.op
+        had = sums.get(key, Entry(*key, 0, 0, 0.0))
+        sums[key] = Entry(
+            *key,
+            had.calls + entry.calls,
+            had.payload_bytes + entry.payload_bytes,
+            had.sent_bytes + entry.sent_bytes,
+        )
+    return [*sums.values()]
 
 
 def sent_bytes(op: str, payload_bytes: float, num_ranks: int) -> float:

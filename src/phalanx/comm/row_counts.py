@@ -74,7 +74,7 @@ _NOTED: Final[ContextVar[list[RowCounts] | None]] = ContextVar("noted counts", d
 def noted() -> Generator[list[RowCounts]]:
     """Yield a list to which `Comm.gather_counts` adds the counts of each call inside the block.
 
-    Only calls count that a backward follows, and not those of recomputation.
+    Only calls count that a backward follows, and no calls of recomputation.
     """
     counts = list[RowCounts]()
     token = _NOTED.set(counts)

@@ -2,9 +2,8 @@
 
 Weights are read and written one tensor at a time, in the order of the table in names.py, so that
 only the current tensor and its parts are in memory (GPT-2's c_attn has three parts; the experts of
-a block are one tensor a projection). The result is
-written under a temporary name and renamed when complete. `decoder_of` converts a transformers model
-in memory to a decoder in memory.
+a block are one tensor a projection). The result is written under a temporary name and renamed when
+complete. `decoder_of` converts a transformers model in memory to a decoder in memory.
 """
 
 from __future__ import annotations
@@ -223,9 +222,15 @@ def read_adapters(source: Path, base: Weights) -> peft_folder.Adapters:
     weights = open_checkpoint(source) if kind_of(source) == "phalanx" else None
     if weights is None or weights.base is None:
         raise CheckpointError(f"{source} has no adapters; expected {peft_folder.CONFIG} of PEFT")
-    if dataclasses.replace(weights.shape, lora=None, dropout=base.shape.dropout) != base.shape:
+    if _as_evaluated(weights.shape) != _as_evaluated(base.shape):
         raise CheckpointError(f"{source} has adapters of a model of another shape")
     return peft_folder.adapters_in(weights)
+
+
+def _as_evaluated(shape: ModelShape) -> ModelShape:
+    """Return the shape without adapters and without what acts in training alone."""
+    experts = shape.experts and shape.experts.as_evaluated
+    return dataclasses.replace(shape, lora=None, dropout=0.0, experts=experts)
 
 
 def names_of(weights: Weights) -> str:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from phalanx.errors import ConfigError
-from phalanx.models.shape import ExpertShape, ModelShape
+from phalanx.models.shape import IN_EVALUATION, ExpertShape, ModelShape
 
 
 @dataclass(frozen=True)
@@ -239,10 +239,6 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
 """Supported model types; if several compute a shape, the first is written by default."""
 
 
-_OF_TRAINING: Final = ("bias_rate", "aux_loss", "pools_layers", "z_loss", "capacity")
-"""Fields of `ExpertShape` that do not change the output of a trained model."""
-
-
 def families_of(shape: ModelShape) -> list[str]:
     """Return the Hugging Face model types that compute `shape`; the first is the default to write.
 
@@ -273,7 +269,7 @@ def families_of(shape: ModelShape) -> list[str]:
             if getattr(shape, part) != value
         ]
         if shape.experts is not None:
-            free = {*family.expert_entries.values(), *_OF_TRAINING}
+            free = {*family.expert_entries.values(), *IN_EVALUATION}
             fixed = {f.name: f.default for f in fields(ExpertShape) if f.name not in free}
             differing[name] += [
                 f"its experts.{part} is {value!r}, not {getattr(shape.experts, part)!r}"

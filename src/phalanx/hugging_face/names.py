@@ -3,10 +3,11 @@
 `table(shape, family)` is the mapping for both directions. A tensor of ours has another name in
 theirs, and may be transposed (GPT-2's Conv1D is [in, out]) or stacked (GPT-2's c_attn and Phi-3's
 qkv_proj contain q, k and v). Experts of a block are one tensor of ours and, in files of released
-models, a tensor an expert of theirs; transformers 5 has them in memory as two stacked tensors. The
-RoPE layout is the same: both rotate the pair (x_i, x_{i + K/2})
-of a head, so the rows of q and k are not permuted; but DeepSeek-V3 rotates (x_2i, x_{2i+1}). A tied
-output projection is omitted, as in `save_pretrained`.
+models, a tensor an expert of theirs; transformers 5 has them in memory as two stacked tensors.
+
+The RoPE layout is the same: both rotate the pair (x_i, x_{i + K/2}) of a head, so the rows of q and
+k are not permuted; but DeepSeek-V3 rotates (x_2i, x_{2i+1}). A tied output projection is omitted,
+as in `save_pretrained`.
 
 This module does not need the transformers package.
 """
@@ -263,14 +264,13 @@ def locate(sizes: Mapping[str, Sequence[int]], shape: ModelShape, family: str) -
     beyond = f"model.layers.{shape.num_layers}." if family == "deepseek_v3" else "\n"
     left = {n for n in left if not n.endswith(_BUFFERS) and not n.startswith(beyond)}
     is_stacked = any(name.endswith(".experts.gate_up_proj") for name in left)
-    least = f"{shape.num_layers} layers"
-    num_least = shape.num_layers
+    least, of = shape.num_layers, "layers"
     if shape.experts is not None and not is_stacked:
-        num_least = (shape.num_layers - shape.experts.first_dense) * shape.experts.num_experts
-        least = f"{num_least} experts of all layers"
-    if num_least > len(sizes):  # before a large model is built
+        least = (shape.num_layers - shape.experts.first_dense) * shape.experts.num_experts
+        of = "experts of all layers"
+    if least > len(sizes):  # before a large model is built
         raise CheckpointError(
-            f"it has {len(sizes)} tensors, fewer than the {least} in its config.json"
+            f"it has {len(sizes)} tensors, fewer than the {least} {of} in its config.json"
         )
     links = table(shape, family, is_stacked)
     # The first entry of the table is the embedding, which every model has.

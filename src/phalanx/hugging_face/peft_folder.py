@@ -94,8 +94,13 @@ def read_peft(folder: Path, shape: ModelShape, family: str) -> Adapters:
     config = read_json(folder / CONFIG, may_be_link=True)
     for name, legal in _REQUIRED.items():
         if name in config and config[name] not in legal:
+            hint = ""
+            if name == "target_parameters":  # PEFT's all-linear has them in models with experts
+                hint = (
+                    "; adapters of experts and routers are read once merge_and_unload merges them"
+                )
             raise CheckpointError(
-                f"{folder / CONFIG}: {name} is {brief(config[name])}; expected {legal[0]!r}"
+                f"{folder / CONFIG}: {name} is {brief(config[name])}; expected {legal[0]!r}{hint}"
             )
     adapters: Adapters = {}
     with open_file(folder / MODEL) as file:

@@ -15,7 +15,7 @@ selections a token:
 The sort is stable, rows return to (token, slot), and a token sums over its slots in their order. So
 the output has the same bits wherever an expert runs.
 
-Dimensions in the suffixes of tensor names, beside those of decoder.py:
+Dimensions in the suffixes of tensor names, beside the ones in decoder.py:
 
     N tokens    E experts    k selections of a token    M selections that no limit drops, <= N k
 """
@@ -23,7 +23,8 @@ Dimensions in the suffixes of tensor names, beside those of decoder.py:
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -46,11 +47,11 @@ class Load:
 
     Attributes:
         counts: float64 [2 E + 2], summed over tokens: selections of each expert, also dropped ones;
-            share of each expert in the scores; squared log-sum-exp of the logits; and dropped
+            part of each expert in the scores; squared log-sum-exp of the logits; and dropped
             selections.
         has_losses: whether the model has auxiliary losses.
         is_counting: whether forwards add to `counts`; not if backward runs a forward again.
-        slopes: derivatives of the auxiliary losses by the sums of shares and of squares, [E + 1].
+        slopes: derivatives of the auxiliary losses by the sums of parts and of squares, [E + 1].
     """
 
     def __init__(self, counts: Tensor, *, has_losses: bool) -> None:
@@ -60,7 +61,7 @@ class Load:
         self.slopes: Tensor | None = None
 
     def count(self, experts_Nk: Tensor, counted_N: Tensor, sums: Tensor) -> None:
-        """Add the selections of the tokens that count, and the sums of their shares and squares."""
+        """Add the selections of the tokens that count, and the sums of their parts and squares."""
         num_experts = len(sums) - 1
         selections_E = sums.new_zeros(num_experts, dtype=torch.float64)
         ones_Nk = counted_N[:, None].expand(experts_Nk.shape).double()
@@ -109,13 +110,13 @@ class Router(nn.Module):
         experts_Nk = self._select(scores_NE.detach())
         weights_Nk = scores_NE.gather(1, experts_Nk)
         if self.experts.renormalizes:
-            # Sigmoids of all selected logits may round to 0; a softmax's share is at least 1 / E.
+            # Sigmoids of all selected logits may round to 0; a softmax's largest is at least 1 / E.
             weights_Nk = weights_Nk / (weights_Nk.sum(-1, keepdim=True) + 1e-20)
         weights_Nk = weights_Nk * self.experts.scaling
         if self.load is not None and counted_N is not None:
-            shares_NE = scores_NE if is_softmax else scores_NE / scores_NE.sum(-1, keepdim=True)
+            parts_NE = scores_NE if is_softmax else scores_NE / scores_NE.sum(-1, keepdim=True)
             squares_N1 = logits_NE.logsumexp(-1, keepdim=True).square()
-            sums = (torch.cat([shares_NE, squares_N1], 1) * counted_N[:, None]).sum(0)
+            sums = (torch.cat([parts_NE, squares_N1], 1) * counted_N[:, None]).sum(0)
             if self.load.is_counting:
                 self.load.count(experts_Nk, counted_N, sums.detach())
             if self.load.has_losses and self.gives_losses:
@@ -189,12 +190,12 @@ class Experts(nn.Module):
 
     def forward(self, rows_MD: Tensor, counts_E: Tensor) -> Tensor:
         """Apply each expert to its rows, given what `start` has returned for them."""
-        product = _Products(rows_MD, counts_E, self.gate.shape[1])
+        product = _ExpertProducts(rows_MD, counts_E, self.gate.shape[1])
         inner_MF = gated(self.kind, product(rows_MD, self.gate), product(rows_MD, self.up))
         return product(inner_MF, self.down)
 
 
-class _Products:
+class _ExpertProducts:
     """Products of rows, sorted by expert, with the matrix of their expert.
 
     One grouped product where its kernel takes the dtype, and a product for each expert elsewhere.
@@ -222,6 +223,15 @@ class _Products:
         return torch.cat([F.linear(x, weight_OI) for x, weight_OI in matrices])
 
 
+_Forward = TypeVar("_Forward", bound=Callable[..., Tensor])
+
+
+def _eagerly(forward: _Forward) -> _Forward:
+    """Let a compiled block call `forward` between two graphs."""
+    disable: Any = torch.compiler.disable
+    return disable(forward)
+
+
 class MoE(nn.Module):
     """The branch of a block with experts: y = sum over slots of weight * expert(x) + shared(x).
 
@@ -241,11 +251,9 @@ class MoE(nn.Module):
         self.shared = MLP(shape, experts.shared_ffn) if experts.shared_ffn else None
         self.shared_gate = Linear(shape.hidden, 1, False) if experts.has_shared_gate else None
 
-    # Numbers of rows depend on data, so a compiled block calls this eagerly, between two graphs.
-    @torch.compiler.disable
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, x_BTD: Tensor, counted_BT: Tensor | None = None
-    ) -> Tensor:
+    # Numbers of rows depend on data: each would compile anew.
+    @_eagerly
+    def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None) -> Tensor:
         """Return the output of the branch, a tensor like x_BTD.
 
         `counted_BT` is whether each token counts toward the load; None if none does.
@@ -256,7 +264,7 @@ class MoE(nn.Module):
         experts_Nk, weights_Nk = self.router(x_ND, counted_N)
         order_M = experts_Nk.flatten().argsort(stable=True)
         if self.training and (capacity := self.router.experts.capacity) is not None:
-            experts_BTk = experts_Nk.view(*x_BTD.shape[:2], -1)
+            experts_BTk = experts_Nk.view(*x_BTD.shape[:2], experts_Nk.shape[1])
             places_BTk, length = self.places(experts_BTk, num_experts)
             most = math.ceil(capacity * experts_Nk.shape[1] * length / num_experts)
             is_kept_Nk = places_BTk.view_as(experts_Nk) < most

@@ -150,7 +150,7 @@ def with_sizes(shape: ModelShape, sizes: ShapeConfig) -> ModelShape:
     set. If num_heads is set, `num_kv_heads` stays equal to num_heads if it was; otherwise it
     becomes the largest divisor of num_heads up to its old value.
 
-    Entries of `experts` replace those of the shape's experts.
+    Entries of `experts` replace entries of the shape's experts.
 
     Raises:
         NotDivisible: hidden / num_heads is not an integer.

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
-from typing import ClassVar, Final, Literal, NoReturn
+from typing import Any, ClassVar, Final, Literal, NoReturn
 
 from phalanx.config.fields import Parts
 from phalanx.errors import ConfigError, nearest
@@ -63,7 +63,7 @@ class Lora:
         """Return the adapters that a setting such as `r=16,alpha=32,targets=q_proj+v_proj` names.
 
         Without `alpha`, it is twice the rank; without `targets`, all linear maps of the blocks of a
-        model of this `mlp` kind have adapters. Experts have none, as in PEFT.
+        model of this `mlp` kind have adapters. Experts have none.
 
         Raises:
             ConfigError: an entry is unknown or has an invalid value.
@@ -113,6 +113,12 @@ def linear_maps(mlp: str, has_experts: bool) -> list[str]:
     return [name for name in every if not (has_experts and name.startswith("mlp."))]
 
 
+IN_EVALUATION: Final[Mapping[str, Any]] = MappingProxyType(
+    {"bias_rate": 0.0, "aux_loss": 0.0, "pools_layers": False, "z_loss": 0.0, "capacity": None}
+)
+"""Values in an evaluation of the attributes of `ExpertShape` that act in training alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExpertShape(Parts):
     """Experts in place of the MLP: a router sends each token to `top_k` of `num_experts` MLPs.
@@ -137,8 +143,7 @@ class ExpertShape(Parts):
         shared_ffn: inner size of the shared expert, which every token visits; 0 for none.
         has_shared_gate: whether the sigmoid of a linear map scales the shared expert's output.
         aux_loss: coefficient of the balancing loss E sum_e f_e P_e, over the global batch; f_e is
-            the share of expert e in all selections times `top_k`, P_e its mean share in the scores
-            of a token.
+            the selections of expert e a token, P_e its mean part in the scores of a token.
         pools_layers: whether f and P are means over all layers, and not of one layer each.
         z_loss: coefficient of the mean squared log-sum-exp of the logits (Zoph et al. 2022).
         capacity: most tokens of a row that an expert takes in training, as a multiple of the mean
@@ -200,6 +205,11 @@ class ExpertShape(Parts):
             f"experts: {name} is {getattr(self, name)}; expected {expected}; the nearest is "
             f"{nearest_legal}"
         )
+
+    @property
+    def as_evaluated(self) -> ExpertShape:
+        """The experts without what acts in training alone, and may differ from a checkpoint's."""
+        return replace(self, **IN_EVALUATION)
 
     @property
     def has_losses(self) -> bool:

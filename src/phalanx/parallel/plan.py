@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from phalanx.comm.axes import axes_of
 from phalanx.comm.comm import Ranks
 from phalanx.comm.dry_run import CountingComm
-from phalanx.comm.ledger import Entry
+from phalanx.comm.ledger import Entry, added
 from phalanx.comm.row_counts import RowCounts
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
@@ -33,7 +33,7 @@ from phalanx.parallel.context.positions import PositionOrder
 from phalanx.parallel.context.split import ContextSplit
 from phalanx.parallel.data import DataSplit
 from phalanx.parallel.dropout import DropoutSplit, Masks
-from phalanx.parallel.experts import ExpertSplit
+from phalanx.parallel.expert_split import ExpertSplit
 from phalanx.parallel.pipeline.cut import chain_flops
 from phalanx.parallel.pipeline.partition import stage_costs
 from phalanx.parallel.pipeline.schedule import Schedule
@@ -207,7 +207,7 @@ class Plan(Generic[Model]):
                 ("balance", axis, "all_reduce", 1, num_bytes) for axis in axes_of("loss", degrees)
             ]
             entries += entries_of(rows, degrees.__getitem__)
-        return entries
+        return added(entries)
 
     def _split_traffic(
         self, microbatches: Sequence[tuple[int, int]], routed: Sequence[RowCounts] | None

@@ -92,8 +92,9 @@ def _lines(
     known = [
         (what, [(n, s) for n, s in zip(names, each, strict=True) if s]) for what, each in times
     ]
-    what, most = max(
-        known[1:] or known, key=lambda row: max(s for _, s in row[1]) - min(s for _, s in row[1])
-    )
+    terms = [row for row in known[1:] or known if len(row[1]) > 1]  # in several runs
+    if not terms:
+        return
+    what, most = max(terms, key=lambda row: max(s for _, s in row[1]) - min(s for _, s in row[1]))
     each = ", ".join(f"{name} {time_text(s)}" for name, s in most)
     yield f"The term that differs most is {what}: {each}"

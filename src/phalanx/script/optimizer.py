@@ -109,11 +109,8 @@ class AtOwners:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._index = {p: number for number, p in enumerate(parameters)}
 
-        def rows_of(number: int) -> list[range]:
-            shape = parameters[number].shape
-            return [range(shape[0] if shape else 1)]
-
-        self._owners = Owners(comm, parameters, rows_of)
+        rows = [[range(p.shape[0] if p.ndim else 1)] for p in parameters]
+        self._owners = Owners(comm, parameters, rows)
         self._wholes: dict[int, nn.Parameter] = {}
         self._shards: list[list[nn.Parameter]] = []
         # Nearest to the step: other hooks see the shards.

@@ -1,6 +1,6 @@
 """The balance of a model's experts over the global batch: auxiliary losses, and biases.
 
-With f_e the selections of expert e a token, and P_e its mean share in the scores, over the N valid
+With f_e the selections of expert e a token, and P_e its mean part in the scores, over the N valid
 tokens of the global batch (labels that are not IGNORE), a router adds to the loss
 
     aux_loss * E sum_e f_e P_e      Fedus et al., Switch Transformers, 2021, equation 4
@@ -37,8 +37,8 @@ class Balance:
 
     Attributes:
         shape: the experts of the model; None without any.
-        counts: `Load.counts` of all layers, [L, 2 E + 2]: those of this rank, and after `reduce`
-            those of all ranks.
+        counts: `Load.counts` of all layers, [L, 2 E + 2]: of this rank, and after `reduce` of all
+            ranks.
         is_reduced: whether `counts` are of all ranks.
     """
 
@@ -103,10 +103,8 @@ class Balance:
             per_token_LE = (
                 per_token_LE.sum(0, keepdim=True).expand_as(per_token_LE) / num_routers**2
             )
-        of_shares_LE = shape.aux_loss * shape.num_experts * per_token_LE
-        slopes_LE1 = torch.cat(
-            [of_shares_LE, torch.full_like(of_shares_LE[:, :1], shape.z_loss)], 1
-        )
+        of_parts_LE = shape.aux_loss * shape.num_experts * per_token_LE
+        slopes_LE1 = torch.cat([of_parts_LE, torch.full_like(of_parts_LE[:, :1], shape.z_loss)], 1)
         for router in self._routers:
             assert router.load is not None
             router.load.slopes = slopes_LE1[router.layer] / num_tokens * scale
@@ -118,8 +116,8 @@ class Balance:
         if self.shape is None or not self.has_losses:
             return self.counts.new_zeros(())
         shape = self.shape
-        selections_LE, shares_LE, squares_L, num_tokens = self._split()
-        f_LE, mean_LE = selections_LE / num_tokens, shares_LE / num_tokens
+        selections_LE, parts_LE, squares_L, num_tokens = self._split()
+        f_LE, mean_LE = selections_LE / num_tokens, parts_LE / num_tokens
         if shape.pools_layers:
             num_routers = self._num_layers - shape.first_dense
             f_LE, mean_LE = f_LE.sum(0) / num_routers, mean_LE.sum(0) / num_routers
@@ -141,10 +139,10 @@ class Balance:
             router.bias += self.shape.bias_rate * signs_LE[router.layer].to(router.bias)
 
     def _split(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return selections_LE, sums of shares_LE and of squares_L, and the number of tokens."""
+        """Return selections_LE, sums of parts_LE and of squares_L, and the number of tokens."""
         assert self.shape is not None
         size = self.shape.num_experts
-        selections_LE, shares_LE, rest_L2 = self.counts.split([size, size, 2], 1)
+        selections_LE, parts_LE, rest_L2 = self.counts.split([size, size, 2], 1)
         # All layers see the same tokens.
         num_tokens = selections_LE[-1].sum().div(self.shape.top_k).clamp(min=1)
-        return selections_LE, shares_LE, rest_L2[:, 0], num_tokens
+        return selections_LE, parts_LE, rest_L2[:, 0], num_tokens

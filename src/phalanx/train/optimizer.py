@@ -76,17 +76,6 @@ def newton_schulz_flops(shape: Sequence[int], num_steps: int = 5) -> float:
     return float(num_steps * per_step * math.prod(shape[:-2]))
 
 
-def muon_cost(shapes: Iterable[Sequence[int]], num_steps: int = 5) -> tuple[float, int]:
-    """Return FLOPs and optimizer elements of a Muon step over matrices of `shapes`, on all ranks.
-
-    Every owner computes its part of the FLOPs, and the elements, one moment, are sharded as the
-    matrices are. AdamW has two moments.
-    """
-    shapes = list(shapes)
-    flops = sum(newton_schulz_flops(shape, num_steps) for shape in shapes)
-    return flops, sum(math.prod(shape) for shape in shapes)
-
-
 def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> list[range]:
     """Return the rows, along the first dimension, of each matrix of a parameter of a Muon group.
 
@@ -95,7 +84,7 @@ def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> list[range]:
     """
     if len(shape) == 3:
         return [range(n, n + 1) for n in range(shape[0])]
-    parts: Sequence[int] = (1,) if group.get("parts_dim") else group.get("parts", (1,))
+    parts: Sequence[int] = group.get("parts", (1,))
     if shape[0] % sum(parts):
         raise ScriptError(
             f"Muon: {shape[0]} rows do not divide into matrices of the proportions {tuple(parts)}"
@@ -113,46 +102,30 @@ def step_matrices(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, A
     """
     owners: Owners | None = getattr(optimizer, "owners", None)
     found = {p: group for group in groups for p in group["params"] if p.grad is not None}
-    known = {} if owners is None else {p: n for n, p in enumerate(owners.parameters)}
-    for parameter in (p for p in found if p not in known):
+    known = {} if owners is None else dict.fromkeys(owners.parameters)
+    here = {p: group for p, group in found.items() if p not in known}
+    for parameter in here:
         if isinstance(parameter, DTensor):
             raise ScriptError(
                 f"{type(optimizer).__name__}: a parameter of shape {tuple(parameter.shape)} is "
                 "sharded, and Muon needs whole matrices; give the optimizer to run.prepare, with "
                 "all of its parameters"
             )
-    here = _owners(SingleRankComm(), {p: group for p, group in found.items() if p not in known})
-    there = {p: group for p, group in found.items() if p in known}
-    for of, some in ((here, found), (owners, there)):
-        if of is None:
-            continue
+    for of in (_owners(SingleRankComm(), here), *([] if owners is None else [owners])):
         used: dict[torch.dtype, list[int]] = {}
         for number, parameter in enumerate(of.parameters):
-            if parameter in some:
-                dtype = iteration_dtype(parameter.dtype, some[cast(nn.Parameter, parameter)])
+            if (group := found.get(cast(nn.Parameter, parameter))) is not None:
+                # Without a setting bfloat16, as in torch.optim.Muon.
+                narrow: torch.dtype = getattr(torch, group.get("ns_dtype") or "bfloat16")
+                dtype = parameter.dtype if parameter.dtype == torch.float64 else narrow
                 used.setdefault(dtype, []).append(number)
         for dtype, numbers in used.items():
-            _step_in(of, optimizer.state, some, numbers, dtype)
-
-
-def iteration_dtype(dtype: torch.dtype, group: Mapping[str, Any]) -> torch.dtype:
-    """Return the data type in which a group iterates: float64 for float64, else its setting.
-
-    Without a setting it is bfloat16, as in torch.optim.Muon.
-    """
-    if dtype == torch.float64:
-        return dtype
-    return getattr(torch, group.get("ns_dtype") or "bfloat16")
+            _step_in(of, optimizer.state, found, numbers, dtype)
 
 
 def _owners(comm: Comm, groups: Mapping[nn.Parameter, Mapping[str, Any]]) -> Owners:
-    parameters = list(groups)
-
-    def rows_of(number: int) -> list[range]:
-        parameter = parameters[number]
-        return matrices_of(parameter.shape, groups[parameter])
-
-    return Owners(comm, parameters, rows_of, newton_schulz_flops)
+    rows = [matrices_of(parameter.shape, group) for parameter, group in groups.items()]
+    return Owners(comm, list(groups), rows, newton_schulz_flops)
 
 
 def _step_in(
@@ -190,24 +163,13 @@ def _step_in(
         for matrix, whole in wholes.items():
             group = groups[cast(nn.Parameter, owners.parameters[matrix.parameter])]
             how = (group["ns_coefficients"], group["ns_steps"], group["eps"])
-            parts = _parts(whole, group)
-            made = [
-                orthogonalize(part.reshape(part.shape[-2:]), *how).reshape(part.shape)
-                for part in parts
-            ]
-            wholes[matrix] = made[0] if len(made) == 1 else torch.cat(made, group["parts_dim"])
+            flat = whole.view(whole.shape[-2:])
+            wholes[matrix] = orthogonalize(flat, *how).reshape(whole.shape)
         for matrix, update in owners.scatter(each, wholes, dtype).items():
             rows, *_, group = tensors_of(matrix)
-            shape = _parts(torch.empty(matrix.shape, device="meta"), group)[0].shape
             rate = float(group["lr"])
             rows.mul_(1 - rate * group["weight_decay"])
-            rows.add_(update, alpha=-rate * rate_ratio(group["adjust_lr_fn"], shape))
-
-
-def _parts(whole: Tensor, group: Mapping[str, Any]) -> Sequence[Tensor]:
-    """Return the matrices that an owner gets as one: those fused along columns."""
-    dim = group.get("parts_dim", 0)
-    return whole.chunk(len(group["parts"]), dim) if dim else [whole]
+            rows.add_(update, alpha=-rate * rate_ratio(group["adjust_lr_fn"], matrix.shape))
 
 
 def rate_ratio(adjusted: str | None, shape: Sequence[int]) -> float:
@@ -281,9 +243,8 @@ class Muon(AdamW):
 
         Args:
             params: parameters, or groups. A group of fused weights has the proportions of their
-                matrices along the rows in `parts`, such as (4, 1, 1) for queries, keys and values;
-                equal parts along another dimension need its number in `parts_dim`. `muon_groups`
-                makes the groups of a known model.
+                matrices along the rows in `parts`, such as (4, 1, 1) for queries, keys and values,
+                see `muon_groups`.
             lr: learning rate of groups that have none of their own.
             weight_decay: decoupled weight decay.
             momentum: weight of the earlier gradients in their mean.
@@ -308,7 +269,7 @@ class Muon(AdamW):
         self._of_muon = {
             "use_muon": True, "momentum": momentum, "nesterov": nesterov, "eps": eps,
             "ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
-            "ns_dtype": ns_dtype, "parts": (1,), "parts_dim": 0,
+            "ns_dtype": ns_dtype, "parts": (1,),
         }  # fmt: skip
         super().__init__(
             params, lr=lr, betas=betas, eps=adam_eps, weight_decay=weight_decay, fused=fused
@@ -323,13 +284,7 @@ class Muon(AdamW):
         """Add a group, with Muon's settings unless its `use_muon` is false."""
         is_muon = param_group.get("use_muon", True)
         super().add_param_group({**(self._of_muon if is_muon else self._of_adam), **param_group})
-        group = self.param_groups[-1]
-        if is_muon and group["parts_dim"] and len(set(group["parts"])) > 1:
-            raise ScriptError(
-                f"Muon: parts of the proportions {group['parts']} along dimension "
-                f"{group['parts_dim']}; expected equal parts, or parts_dim=0"
-            )
-        for parameter in group["params"] if is_muon else ():
+        for parameter in self.param_groups[-1]["params"] if is_muon else ():
             if parameter.ndim not in (2, 3):
                 raise ScriptError(
                     f"Muon: a parameter has the shape {tuple(parameter.shape)}; expected a matrix "
@@ -413,7 +368,8 @@ def muon_groups(model: nn.Module, roles: Mapping[str, str] | None = None) -> lis
     """Return the parameter groups of a `Muon` for a model, by the roles of its modules under tp.
 
     Weights of column and row maps go to Muon, fused ones (queries, keys and values, or gate and up)
-    part by part; all other parameters to AdamW, vectors without weight decay.
+    part by part; all other parameters to AdamW, vectors without weight decay. So do fused weights
+    [in, out] (GPT-2's), whose parts are columns.
 
     Args:
         model: decoder, transformers model of docs/strategies.md, or any module, before its split.
@@ -424,13 +380,14 @@ def muon_groups(model: nn.Module, roles: Mapping[str, str] | None = None) -> lis
         StrategyError: the roles of the model are unknown.
     """
     if isinstance(model, Decoder):
-        hidden = {name: ((1,), 0) for name in hidden_matrices(dict(model.named_parameters()))}
+        hidden = dict.fromkeys(hidden_matrices(dict(model.named_parameters())), (1,))
     else:
-        maps = [r for r in roles_of(model, roles).values() if r.role in ("column", "row")]
         hidden = {
-            f"{each.name}.weight": (each.parts, int(is_transposed(each.module))) for each in maps
+            f"{name}.weight": each.parts
+            for name, each in roles_of(model, roles).items()
+            if each.role in ("column", "row") and not (each.is_fused and is_transposed(each.module))
         }
-    of_muon: dict[tuple[tuple[int, ...], int], list[nn.Parameter]] = {}
+    of_muon: dict[tuple[int, ...], list[nn.Parameter]] = {}
     matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
     for name, parameter in model.named_parameters():
         if name in hidden:
@@ -438,8 +395,7 @@ def muon_groups(model: nn.Module, roles: Mapping[str, str] | None = None) -> lis
         elif parameter.requires_grad:
             (matrices if parameter.ndim > 1 else vectors).append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": some, "parts": parts, "parts_dim": dim if len(parts) > 1 else 0}
-        for (parts, dim), some in of_muon.items()
+        {"params": some, "parts": parts} for parts, some in of_muon.items()
     ]
     if matrices:
         groups.append({"params": matrices, "use_muon": False})

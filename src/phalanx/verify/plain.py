@@ -225,7 +225,7 @@ class MLP(nn.Module):
         return self.down(gate * torch.sigmoid(gate) * self.up(x))
 
 
-class Router(nn.Module):
+class PlainRouter(nn.Module):
     """Selects the experts of each token; scores in at least float32.
 
     Attributes:
@@ -276,7 +276,7 @@ def _first_best(scores: Tensor, k: int) -> Tensor:
     return torch.from_numpy(order[..., :k].copy()).to(scores.device)
 
 
-class Experts(nn.Module):
+class PlainExperts(nn.Module):
     """Stacked gated MLPs."""
 
     def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
@@ -294,13 +294,13 @@ class Experts(nn.Module):
         return (gate * torch.sigmoid(gate) * up) @ self.down[number].T
 
 
-class MoE(nn.Module):
+class PlainMoE(nn.Module):
     """Experts in place of an MLP: a loop over all of them, each for the tokens that chose it."""
 
     def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
         super().__init__()
-        self.router = Router(shape, experts)
-        self.experts = Experts(shape, experts)
+        self.router = PlainRouter(shape, experts)
+        self.experts = PlainExperts(shape, experts)
         if experts.shared_ffn:
             self.shared = MLP(shape, experts.shared_ffn)
         if experts.has_shared_gate:
@@ -352,7 +352,7 @@ class Block(nn.Module):
         if experts is None or index < experts.first_dense:
             self.mlp = MLP(shape, shape.ffn)
         else:
-            self.mlp = MoE(shape, experts)
+            self.mlp = PlainMoE(shape, experts)
         self.mlp_output_norm = Norm(shape.hidden, shape) if after else None
 
     def forward(self, x: Tensor, angles: Any, sees: Tensor, keys: Tensor | None) -> Tensor:
@@ -431,7 +431,7 @@ class PlainDecoder(nn.Module):
         total = torch.zeros((), dtype=torch.float64, device=labels.device)
         if experts is None or not is_valid.any():
             return total
-        routers = [module for module in self.modules() if isinstance(module, Router)]
+        routers = [module for module in self.modules() if isinstance(module, PlainRouter)]
         loads, means = list[Tensor](), list[Tensor]()
         for router in routers:
             scores = router.scores()[is_valid]
@@ -449,7 +449,7 @@ class PlainDecoder(nn.Module):
     def update_biases(self, labels: Tensor) -> None:
         """Move the bias of each expert toward the mean load, after an update of the weights."""
         for router in self.modules():
-            if isinstance(router, Router) and router.experts.has_bias:
+            if isinstance(router, PlainRouter) and router.experts.has_bias:
                 load = router.chosen[labels >= 0].sum(0).double()
                 router.bias += router.experts.bias_rate * torch.sign(load.mean() - load)
 

@@ -139,8 +139,10 @@ class ReferenceRun:
                 self.model.update_biases(self._case.batches[step].labels_BT)
         if self._scheduler is not None:
             self._scheduler.step()
-        # The buffers once more, because an update moves the biases of routers.
-        return {"learning rate": rates, **self.state()}
+        state = self.state()
+        if not isinstance(self.model, PlainDecoder):  # whose update moves the biases of routers
+            del state["buffer"]
+        return {"learning rate": rates, **state}
 
     def _kept(self) -> StepRecord:
         """Return the optimizer state of each parameter, by quantity."""

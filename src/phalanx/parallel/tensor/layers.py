@@ -45,7 +45,7 @@ from phalanx.models.layers import Dropout, Linear
 from phalanx.models.loss import IGNORE
 from phalanx.models.random import dropout
 from phalanx.parallel.batch_shape import BatchShape, batch_shape, note
-from phalanx.parallel.local import local_parameters
+from phalanx.parallel.local_parameters import local_parameters
 from phalanx.parallel.tensor import operators
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.loss import check_range, token_loss_sum

@@ -157,6 +157,16 @@ def settle(config: TrainConfig) -> Request:
     shape = resume.shape_of(config, start or init, published)
     if start is not None:
         start.about.check_shape(shape)
+    if (
+        strategy.is_served
+        and shape.experts
+        and (shape.experts.has_losses or shape.experts.bias_rate)
+    ):
+        raise ConfigError(
+            f"strategy is {strategy}, but the experts have auxiliary losses or a bias_rate, which "
+            "need the loads of the whole batch in each step, and workers of servers push alone; "
+            f"the nearest is dp{strategy.num_ranks}"
+        )
     name = resume.name_of(config, shape, start or init, published)
     if config.corpus.seq_len > (longest := shape.max_seq_len):
         is_fixed = (start or init or published) is not None and shape.position == "learned"

@@ -190,7 +190,7 @@ def name_of(
 def shape_of(config: TrainConfig, origin: Checkpoint | None, published: Path | None) -> ModelShape:
     """Return the model's shape: from the settings, completed by the shape of the weights.
 
-    Dropout does not affect weights, so it may differ from theirs.
+    Dropout, and what acts on experts in training alone, may differ from theirs.
 
     Raises:
         ConfigError: the settings contradict each other, or the weights of `init` or `model`.
@@ -225,6 +225,9 @@ def shape_of(config: TrainConfig, origin: Checkpoint | None, published: Path | N
         return dataclasses.replace(wanted, lora=lora)
     held = dataclasses.replace(held, lora=None)  # merged into the weights if it has adapters
     wanted = dataclasses.replace(wanted, lora=None)
+    if held.experts is not None and wanted.experts is not None:
+        if held.experts.as_evaluated == wanted.experts.as_evaluated:
+            held = dataclasses.replace(held, experts=wanted.experts)
     for name in (each.name for each in dataclasses.fields(held)):
         value, asked = getattr(held, name), getattr(wanted, name)
         if asked != value and name != "dropout":

@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,29 +42,10 @@ from phalanx.comm.row_counts import RowCounts
 from phalanx.errors import StrategyError
 from phalanx.models.shape import ExpertShape
 from phalanx.parallel.composite import mapped
-from phalanx.parallel.local import local_parameters
+from phalanx.parallel.local_parameters import local_parameters
 from phalanx.parallel.skeleton import Skeleton, experts_of
 from phalanx.parallel.split import Split, Target, phases_of
 from phalanx.strategy import Axis, Strategy
-
-
-class Exchange(NamedTuple):
-    """Rows that a rank has in one exchange, there and back, and those of them that it sends away.
-
-    Attributes:
-        rows: rows of its tokens, and rows that its experts return.
-        away: rows among them for other ranks.
-    """
-
-    rows: float
-    away: float
-
-    @staticmethod
-    def of(counts: RowCounts, coord: int) -> Exchange:
-        """Return the rows of the rank at `coord` of ep."""
-        sent, received = counts.sent(coord), counts.received(coord)
-        rows = sum(sent) + sum(received)
-        return Exchange(rows, rows - sent[coord] - received[coord])
 
 
 class ExpertSplit(Split):
@@ -96,46 +78,39 @@ class ExpertSplit(Split):
 
         The bytes of a step depend on its tokens: `traffic_of` has them, `bounds` their limits.
         """
-        k, share = self._experts.top_k, (self._num_ranks - 1) / self._num_ranks
-        exchanges = list[Exchange]()
+        shape, layers, rows = self._experts, self._num_layers, 0
         for num, length in microbatches:
-            most = self._experts.num_experts * self._capacity(length)  # of a row, without drops
-            rows = 2 * num * min(k * length, most)
-            exchanges.append(Exchange(rows, rows * share))
-        return self._entries(exchanges * self._num_layers)
+            mean = shape.top_k * length / shape.num_experts
+            most = length if shape.capacity is None else math.ceil(shape.capacity * mean)
+            rows += 2 * layers * num * min(shape.top_k * length, shape.num_experts * most)
+        away = rows * (self._num_ranks - 1) / self._num_ranks
+        return self._entries(layers * len(microbatches), rows, away)
 
     def traffic_of(self, counts: Sequence[RowCounts], coord: int = 0) -> list[Entry]:
         """Return the communication of the rank at `coord` of ep in a step of known `counts`.
 
         There is one for each microbatch and block with experts, in any order, as `noted`.
         """
-        return self._entries([Exchange.of(each, coord) for each in counts])
+        there = [(each.sent(coord), each.received(coord)) for each in counts]
+        rows = sum(sum(sent) + sum(received) for sent, received in there)
+        away = rows - sum(sent[coord] + received[coord] for sent, received in there)
+        return self._entries(len(counts), rows, away)
 
     def bounds(self, microbatches: Sequence[tuple[int, int]]) -> tuple[list[Entry], list[Entry]]:
         """Return the least and the most that a rank has and sends, each, whatever the routing.
 
-        The k experts of a token differ, so at most E/N of them are on one rank. If tokens may be
-        dropped, the least is that of a batch whose tokens all select the same experts, here.
+        The k experts of a token differ, so at most E/N of them are on one rank.
         """
-        num_ranks, k = self._num_ranks, self._experts.top_k
-        most = min(k, self._experts.num_experts // num_ranks)  # rows of a token on one rank
-        fewest = max(0, k - (num_ranks - 1) * most)
-        low: list[Exchange] = []
-        high: list[Exchange] = []
-        for num, length in microbatches:
-            tokens, kept = num * length, num * min(length, self._capacity(length))
-            others = (num_ranks - 1) * tokens * most
-            away = tokens * (k - most) if kept == tokens else 0
-            low.append(Exchange(kept * (k + fewest) if kept == tokens else kept * k, away))
-            high.append(Exchange(tokens * (k + most) + others, tokens * (k - fewest) + others))
-        return self._entries(low * self._num_layers), self._entries(high * self._num_layers)
-
-    def _capacity(self, length: int) -> int:
-        """Return the most tokens of a row of `length` that an expert takes."""
-        experts = self._experts
-        if experts.capacity is None:
-            return length
-        return math.ceil(experts.capacity * experts.top_k * length / experts.num_experts)
+        k, number = self._experts.top_k, self._num_layers * len(microbatches)
+        tokens = self._num_layers * sum(num * length for num, length in microbatches)
+        most = min(k, self._experts.num_experts // self._num_ranks)  # rows of a token on one rank
+        fewest = max(0, k - (self._num_ranks - 1) * most)
+        of_others = (self._num_ranks - 1) * tokens * most
+        low = (tokens * (k + fewest), tokens * (k - most))
+        if self._experts.capacity is not None:  # others may fill the experts of all tokens here
+            low = (0, 0)
+        high = (tokens * (k + most) + of_others, tokens * (k - fewest) + of_others)
+        return self._entries(number, *low), self._entries(number, *high)
 
     @property
     def _num_layers(self) -> int:
@@ -143,22 +118,31 @@ class ExpertSplit(Split):
         skeleton = self.target.skeleton
         return sum(len(skeleton.named(name)) for name in experts_of(skeleton.model))
 
-    def _entries(self, exchanges: Sequence[Exchange]) -> list[Entry]:
-        """Return the entries of exchanges, one a microbatch and block."""
-        shape, number = self.target.skeleton.shape, len(exchanges)
+    def _entries(self, number: int, rows: int, away: float) -> list[Entry]:
+        """Return the entries of a step.
+
+        Args:
+            number: dispatches in forward: one a layer and microbatch.
+            rows: rows that a rank has for them, and for the same number of returns.
+            away: rows among them that it sends to other ranks.
+        """
+        shape, gathered = self.target.skeleton.shape, 8 * self._experts.num_experts * number
         assert shape is not None, "ep splits a decoder"
-        row = shape.hidden * self.target.compute_dtype.itemsize
-        payload, sent = (row * sum(each[at] for each in exchanges) for at in (0, 1))
-        gathered = number * self._num_ranks * self._experts.num_experts * torch.int64.itemsize
-        away = gathered * (self._num_ranks - 1) / self._num_ranks
-        sums: dict[tuple[str, str], tuple[int, int, float]] = {}
-        of_step = [("forward", "all_gather", number, gathered, away)]
-        of_step += [(p, "all_to_all", 2 * number, payload, sent) for p in ("forward", "backward")]
-        for phase, op, calls, num_bytes, num_sent in of_step:
-            for each in phases_of(phase, self.target.strategy.recompute.kind, is_kept=False):
-                one = sums.get((each, op), (0, 0, 0.0))
-                sums[each, op] = one[0] + calls, one[1] + round(num_bytes), one[2] + num_sent
-        return [Entry(phase, "ep", op, *each) for (phase, op), each in sums.items() if each[0]]
+        size = shape.hidden * self.target.compute_dtype.itemsize
+        counts = number, self._num_ranks * gathered, float((self._num_ranks - 1) * gathered)
+        exchanged = 2 * number, rows * size, away * size
+        recompute = self.target.strategy.recompute.kind
+        forward = phases_of("forward", recompute, is_kept=False)
+        of_ops = {
+            "all_gather": (forward, counts),
+            "all_to_all": ((*forward, "backward"), exchanged),
+        }
+        return [
+            Entry(phase, "ep", op, calls * times, num_bytes * times, sent * times)
+            for op, (phases, (calls, num_bytes, sent)) in of_ops.items()
+            for phase, times in Counter(phases).items()
+            if calls
+        ]
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Keep E/N experts of each block, and exchange rows in the forward of the experts."""
@@ -218,28 +202,29 @@ def _own_experts(parameter: nn.Parameter, comm: Comm) -> nn.Parameter:
     return nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
-class _Started(NamedTuple):
-    """An exchange on the way."""
-
-    pending: Pending
-    counts: RowCounts
-
-
 def _bind(module: nn.Module, comm: Comm) -> None:
     """Exchange rows before and after the own experts of this rank in the forward of `module`."""
     own: Callable[..., Tensor] = module.forward
 
-    def start(rows_MD: Tensor, counts_E: Tensor) -> _Started:
+    def start(rows_MD: Tensor, counts_E: Tensor) -> tuple[Pending, RowCounts]:
         counts = comm.gather_counts(counts_E, "ep", len(rows_MD))
-        return _Started(comm.exchange_rows_start(rows_MD.detach(), "ep", counts), counts)
+        return comm.exchange_rows_start(rows_MD.detach(), "ep", counts), counts
 
-    def forward(rows_MD: Tensor, started: _Started) -> Tensor:
-        counts = started.counts
+    def forward(rows_MD: Tensor, started: tuple[Pending, RowCounts]) -> Tensor:
+        pending, counts = started
         order_R, counts_e = _by_expert(counts.received_groups(comm.coord("ep")), rows_MD.device)
-        there_RD = _dispatched(rows_MD, comm, started, order_R)
+
+        def there(rows_MD: Tensor) -> Tensor:
+            return comm.exchange_rows(rows_MD, "ep", counts).index_select(0, order_R)
+
+        def back(rows_RD: Tensor) -> Tensor:
+            by_source_RD = torch.empty_like(rows_RD).index_copy_(0, order_R, rows_RD)
+            return comm.exchange_rows(by_source_RD, "ep", counts.reversed)
+
+        rows_RD = mapped(rows_MD, lambda _: pending.wait().index_select(0, order_R), back)
         with local_parameters(module):
-            results_RD = own(there_RD, counts_e)
-        return _returned(results_RD, comm, counts, order_R)
+            results_RD = own(rows_RD, counts_e)
+        return mapped(results_RD, back, there)
 
     replaced: Any = module
     replaced.start, replaced.forward = start, forward
@@ -257,32 +242,3 @@ def _by_expert(groups: Sequence[Sequence[int]], device: torch.device) -> tuple[T
     experts_n = torch.arange(counts_Ne.shape[1], device=device).repeat(len(groups))
     experts_R = experts_n.repeat_interleave(counts_Ne.flatten(), output_size=num_rows)
     return experts_R.argsort(stable=True), counts_Ne.sum(0)
-
-
-def _dispatched(rows_MD: Tensor, comm: Comm, started: _Started, order_R: Tensor) -> Tensor:
-    """Wait for the rows of this rank's experts, and return them by expert."""
-
-    def there(_: Tensor) -> Tensor:
-        return started.pending.wait().index_select(0, order_R)
-
-    def back(grad_RD: Tensor) -> Tensor:
-        return comm.exchange_rows(_by_source(grad_RD, order_R), "ep", started.counts.reversed)
-
-    return mapped(rows_MD, there, back)
-
-
-def _returned(results_RD: Tensor, comm: Comm, counts: RowCounts, order_R: Tensor) -> Tensor:
-    """Send results, by expert, to the ranks of their tokens; return those of this rank's rows."""
-
-    def back(results_RD: Tensor) -> Tensor:
-        return comm.exchange_rows(_by_source(results_RD, order_R), "ep", counts.reversed)
-
-    def there(grad_MD: Tensor) -> Tensor:
-        return comm.exchange_rows(grad_MD, "ep", counts).index_select(0, order_R)
-
-    return mapped(results_RD, back, there)
-
-
-def _by_source(rows_RD: Tensor, order_R: Tensor) -> Tensor:
-    """Return rows, which lie by expert, in the order in which they were received."""
-    return torch.empty_like(rows_RD).index_copy_(0, order_R, rows_RD)
