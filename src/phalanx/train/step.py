@@ -146,8 +146,8 @@ class Step:
         self.optimizer.zero_grad(set_to_none=True)
         self.balance.begin()
         if self.balance.needs_first_pass(len(microbatches)):
-            with self.phase("forward"):
-                for microbatch in microbatches:
+            for self.run.microbatch, microbatch in enumerate(microbatches):
+                with self.phase("forward"):
                     self.run.infer(microbatch, forward)
             if self.run.reducer is not None:
                 self.run.reducer.reset_step()

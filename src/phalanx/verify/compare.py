@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from phalanx.data.rows import cast_batch
 from phalanx.verify.record import Case
-from phalanx.verify.reference import ReferenceRun, StepRecord, Values, evaluating
-from phalanx.verify.settings import STATE
+from phalanx.verify.reference import ReferenceRun, Routed, StepRecord, Values, evaluating
+from phalanx.verify.settings import ROUTING, STATE
 
 DTYPES = ("float64", "float32", "bfloat16")
 """Data types in which `verify` can run."""
@@ -302,14 +302,16 @@ class StepwiseReference:
     In a narrower type two correct runs diverge by rounding alone: Adam's first step moves each
     weight by the learning rate in the direction of its gradient's sign, so a tiny gradient whose
     sign flips changes the weight by twice the rate. So each step of the reference starts from the
-    weights, buffers and moments from which the ranks started it, and its update uses the ranks'
-    gradients. The limits of loss, buffers and gradients come from perturbed references; the update
-    has equal inputs on both sides, so it agrees within a few epsilons.
+    weights, buffers and moments from which the ranks started it, its routers select the experts
+    that the ranks' have selected, and its update uses the ranks' gradients. The limits of loss,
+    buffers and gradients come from perturbed references; the update has equal inputs on both sides,
+    so it agrees within a few epsilons.
 
     Attributes:
         begin: state from which the current step started; None if the reference takes its own steps.
         state: state before the first step; in a narrow type, before the next.
         steps_done: steps taken.
+        routed: what each router has selected in the latest step, and in those of perturbed models.
     """
 
     def __init__(self, case: Case, device: torch.device, start: int = 0) -> None:
@@ -319,6 +321,7 @@ class StepwiseReference:
         self._draws = torch.get_rng_state()
         self.begin: StepRecord | None = None
         self.steps_done = start
+        self.routed: list[dict[str, Routed]] = []
         with self._drawing():
             self._run = ReferenceRun(case, device)
             self._steps = self._run.steps()
@@ -343,10 +346,12 @@ class StepwiseReference:
 
     def _compared(self, step: int, ours: StepRecord) -> list[Difference]:
         if self._dtype == torch.float64:
-            return compare_step(step, ours, next(self._steps))
-        self.begin, self.state = self.state, ours
-        made = self._computed(step)
-        moved = [self._computed(step, seed) for seed in PERTURBATIONS]
+            found = compare_step(step, ours, next(self._steps))
+            self.routed = [self._run.routed()]
+            return found
+        self.begin, self.state = {**self.state, ROUTING: ours.get(ROUTING, {})}, ours
+        self.routed = []
+        made, *moved = (self._computed(step, seed) for seed in (0, *PERTURBATIONS))
         found = self._beside_wider(step, ours, compare_step(step, ours, made, moved, self._dtype))
         self._run.begin_from(self.begin)
         self._run.take_gradients(ours["gradient"])
@@ -354,12 +359,15 @@ class StepwiseReference:
             step, ours, self._run.update(step, ours), self.begin, self._dtype
         )
 
-    def evaluated(self) -> tuple[Tensor, list[Tensor]]:
-        """Return the output on the last batch in `eval()`, and the outputs of perturbed models."""
+    def evaluated(self, routes: Values) -> tuple[Tensor, list[Tensor]]:
+        """Return the output on the last batch in `eval()`, and the outputs of perturbed models.
+
+        In a narrow type routers select the experts in `routes`, as the ranks have.
+        """
         with self._drawing():
             if self._dtype == torch.float64:
                 return self._run.evaluate(), []
-            self.begin = self.state
+            self.begin = {**self.state, ROUTING: routes}
             made: list[Tensor] = []
             for seed in (0, *PERTURBATIONS):
                 self._run.begin_from(self.begin, seed)
@@ -402,7 +410,9 @@ class StepwiseReference:
     def _computed(self, step: int, perturbation: int = 0) -> StepRecord:
         assert self.begin is not None
         self._run.begin_from(self.begin, perturbation)
-        return self._run.compute(step)
+        made = self._run.compute(step)
+        self.routed.append(self._run.routed())
+        return made
 
 
 def within(limit: float, row: Difference, error: float | None = None) -> Difference:

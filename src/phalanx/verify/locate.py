@@ -28,12 +28,12 @@ from phalanx.strategy import Strategy
 from phalanx.verify.compare import NUM_EPSILONS, Difference, limit_of, size_of
 from phalanx.verify.record import Case
 from phalanx.verify.reference import ReferenceRun, StepRecord
-from phalanx.verify.settings import EVALUATION
+from phalanx.verify.settings import EVALUATION, ROUTING
 from phalanx.verify.snapshot import full_tensors, owner
 from phalanx.verify.trace import Aligner, Event, Key, Kind, Recorder, gap
 from phalanx.verify.verdict import Place
 
-_OF_MODULES = ("loss", "buffer", "gradient", EVALUATION)
+_OF_MODULES = (ROUTING, "loss", "buffer", "gradient", EVALUATION)
 """Quantities that modules compute, forward or backward; norms and updates follow from them."""
 
 Expected = tuple[Event, float]
@@ -135,14 +135,15 @@ def _gaps(
     expected: Sequence[Expected],
 ) -> RankGaps:
     """Compare the recorded tensors of this rank with the reference's."""
-    ours: defaultdict[Key, list[Event]] = defaultdict(list)  # an event for each microbatch
+    # An event for each microbatch: the last one, if a first forward counts what experts get.
+    ours: defaultdict[Key, dict[int, Event]] = defaultdict(dict)
     for event in recorder.events:
-        ours[event.key].append(event)
+        ours[event.key][event.microbatch] = event
     gaps: dict[Key, tuple[float, int]] = {}
     sums: dict[Key, float] = {}
     for made, _ in expected:
         key, reference = made.key, made.tensor
-        for event in ours.get(key, []):
+        for event in ours[key].values():
             if event.tensor.ndim == reference.ndim == 0 and key.kind in (Kind.INPUT, Kind.OUTPUT):
                 sums[key] = sums.get(key, 0.0) + float(event.tensor)
             elif pair := aligner.pair(event, reference, rows[event.microbatch]):

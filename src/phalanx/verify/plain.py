@@ -159,7 +159,7 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
-class LatentAttention(nn.Module):
+class PlainLatentAttention(nn.Module):
     """Multi-head latent attention with a given mask, a head after another."""
 
     def __init__(self, shape: ModelShape) -> None:
@@ -229,10 +229,16 @@ class PlainRouter(nn.Module):
     """Selects the experts of each token; scores in at least float32.
 
     Attributes:
+        replayed: experts [B, T, k], best first, that forwards take in place of those that the
+            scores select; None to select. Positions beyond T are ignored.
         logits, chosen: of the last forward, [B, T, E] and bool [B, T, E].
+        selected: bool [B, T, E], what the scores of the last forward select.
+        margins: [B, T], how far the last selected score is above the next, of the experts or of
+            their groups, relative to the token's largest score; infinite if none is rejected.
     """
 
     bias: Tensor
+    replayed: Tensor | None = None
 
     def __init__(self, shape: ModelShape, experts: ExpertShape) -> None:
         super().__init__()
@@ -241,6 +247,7 @@ class PlainRouter(nn.Module):
         if experts.has_bias:
             self.register_buffer("bias", torch.empty(experts.num_experts))
         self.logits, self.chosen = torch.empty(0), torch.empty(0)
+        self.selected, self.margins = torch.empty(0), torch.empty(0)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers of the experts of each token, best first, and their weights."""
@@ -249,15 +256,21 @@ class PlainRouter(nn.Module):
         self.logits = x.to(wide) @ self.weight.to(wide).T
         scores = self.scores()
         numbers = scores.detach() + (self.bias if experts.has_bias else 0)
+        self.margins = torch.full(numbers.shape[:-1], math.inf).to(numbers)
         if experts.num_groups > 1:
             groups = numbers.unflatten(-1, (experts.num_groups, -1)).sort(-1, True).values
             of_group = groups[..., : 1 if experts.group_score == "max" else 2].sum(-1)
             is_open = torch.zeros_like(of_group, dtype=torch.bool)
             is_open.scatter_(-1, _first_best(of_group, experts.top_groups), True)
+            self.margins = _margins(of_group, experts.top_groups)
             size = experts.num_experts // experts.num_groups
             numbers = numbers.masked_fill(~is_open.repeat_interleave(size, -1), -math.inf)
         best = _first_best(numbers, experts.top_k)
-        self.chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+        self.margins = torch.minimum(self.margins, _margins(numbers, experts.top_k))
+        self.selected = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
+        if self.replayed is not None:
+            best = self.replayed[:, : x.shape[1]].to(best.device)
+        self.chosen = torch.zeros_like(self.selected).scatter(-1, best, True)
         weights = scores.gather(-1, best)
         if experts.renormalizes:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -274,6 +287,15 @@ def _first_best(scores: Tensor, k: int) -> Tensor:
     """Return the indices of the k largest of the last dimension; equal ones in their order."""
     order = np.argsort(-scores.detach().cpu().numpy(), -1, kind="stable")
     return torch.from_numpy(order[..., :k].copy()).to(scores.device)
+
+
+def _margins(scores: Tensor, k: int) -> Tensor:
+    """Return the distance of the k-th largest score to the next, relative to the largest one."""
+    if k == scores.shape[-1]:
+        return torch.full_like(scores[..., 0], math.inf)
+    ordered = scores.sort(-1, True).values
+    largest = scores.masked_fill(scores == -math.inf, 0).abs().amax(-1)
+    return (ordered[..., k - 1] - ordered[..., k]) / largest
 
 
 class PlainExperts(nn.Module):
@@ -345,7 +367,7 @@ class Block(nn.Module):
         self.dropout = Dropout(shape.dropout)
         before, after = shape.norm_at != "output", shape.norm_at != "input"
         self.attention_norm = Norm(shape.hidden, shape) if before else None
-        self.attention = (Attention if shape.latent is None else LatentAttention)(shape)
+        self.attention = (Attention if shape.latent is None else PlainLatentAttention)(shape)
         self.attention_output_norm = Norm(shape.hidden, shape) if after else None
         self.mlp_norm = Norm(shape.hidden, shape) if before else None
         experts = shape.experts

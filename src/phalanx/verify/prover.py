@@ -40,6 +40,7 @@ from phalanx.data.rows import count_rows
 from phalanx.errors import CheckpointError, PhalanxError, RankFailed
 from phalanx.launch.local import run_ranks
 from phalanx.parallel import reduce
+from phalanx.parallel.context.split import attention_of
 from phalanx.parallel.skeleton import blocks_of
 from phalanx.strategy import Strategy
 from phalanx.train.evaluate import Evaluation
@@ -59,7 +60,8 @@ from phalanx.verify.compare import (
 from phalanx.verify.locate import Recorded, locate
 from phalanx.verify.record import Case, CaseRun, Observer
 from phalanx.verify.reference import MOMENTS, NORMS, StepRecord, evaluating
-from phalanx.verify.settings import EVALUATION, VALIDATION
+from phalanx.verify.routing import Route, RouteRecorder, compare_routes, joined
+from phalanx.verify.settings import EVALUATION, ROUTING, VALIDATION
 from phalanx.verify.snapshot import (
     Snapshot,
     gradients_of,
@@ -262,6 +264,8 @@ class Witness(Observer):
         # Of this rank, to be compared when the run has ended.
         self._steps, self._evaluations, self._idle = list[int](), list[int](), list[str]()
         self._is_kept = True
+        order = attention_of(proof.strategy).order if proof.strategy.cp.degree > 1 else None
+        self._routes = RouteRecorder(run.step.model, run.step.run, order, run.comm.coord("cp"))
         self._training, self._weights = self._in_training(), self._bits_of_weights()
         self._block_types = set[torch.dtype]()
         for _, block in blocks_of(run.step.model) if proof.precision else ():
@@ -287,8 +291,12 @@ class Witness(Observer):
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
-        """Record gradients and norms before clipping, and the learning rates before the update."""
+        """Record gradients and norms before clipping, and the learning rates before the update.
+
+        In a forward, record the experts of its tokens.
+        """
         step = self._step
+        self._routes.is_on = name == "forward"
         if name == "clip" and not self.is_over:
             norms = {f"{p:g}": float(step.norm(p)) for p in NORMS}
             tensors = {"gradient": gradients_of(step.model)}
@@ -298,6 +306,7 @@ class Witness(Observer):
             rates = {str(number) if number else "": float(group["lr"]) for number, group in groups}
             self._snapshot.add(self._comm, {}, {"learning rate": rates})
         yield
+        self._routes.is_on = False
 
     @override
     def keep(self, result: StepResult) -> None:
@@ -314,10 +323,12 @@ class Witness(Observer):
             numbers["learning rate"] = {"": result.learning_rate}
         snapshot = self._snapshot.add(self._comm, state_of(step.model, step.optimizer), numbers)
         self._snapshot = Snapshot.empty()
-        ranks = gather_on_first((snapshot, [row for rows in self._rows for row in rows.tolist()]))
+        rows = [row for rows in self._rows for row in rows.tolist()]
+        ranks = gather_on_first((snapshot, rows, self._routes.take(self._rows)))
         if self._beside is not None:
-            self._facts = [of_rank for of_rank, _ in ranks]
-            self._compare(self._beside, done - 1, {row for _, rows in ranks for row in rows})
+            self._facts = [of_rank for of_rank, _, _ in ranks]
+            read = {row for _, rows, _ in ranks for row in rows}
+            self._compare(self._beside, done - 1, read, [routes for _, _, routes in ranks])
         self.is_over = broadcast_object(self.is_over)
 
     @override
@@ -339,8 +350,13 @@ class Witness(Observer):
         case, beside = self._proof.case, self._beside
         if self.is_over or self._proof.precision is not None:
             return
-        made = _evaluate(self._run, case, self._microbatches)
-        expected, moved = broadcast_object(beside.evaluated() if beside else (torch.empty(0), []))
+        made = _evaluate(self._run, case, self._microbatches, self.phase)
+        routes = gather_on_first(self._routes.take(self._rows))
+        expected, moved = torch.empty(0), list[Tensor]()
+        if beside is not None:
+            first = _num_rows(case, len(case.batches) - 1)
+            expected, moved = beside.evaluated(joined(routes, first))
+        expected, moved = broadcast_object((expected, moved))
         if expected.ndim == 0:
             total = torch.zeros((), dtype=torch.float64, device=self._comm.device)
             made = self._comm.all_reduce(total if made is None else made.double().to(total), "loss")
@@ -385,7 +401,13 @@ class Witness(Observer):
             self.is_over = not all(row.passes for row in self._differences)
         self.is_over = broadcast_object(self.is_over)
 
-    def _compare(self, beside: StepwiseReference, number: int, rows: set[int]) -> None:
+    def _compare(
+        self,
+        beside: StepwiseReference,
+        number: int,
+        rows: set[int],
+        routes: Sequence[Sequence[Route]],
+    ) -> None:
         """Compare a step, on rank 0, of which the ranks have read `rows`."""
         proof = self._proof
         due = range(_num_rows(proof.case, number), _num_rows(proof.case, number + 1))
@@ -395,8 +417,19 @@ class Witness(Observer):
             self._problems.append(Place(None, f"{proof.title}, step {number}: {what}"))
         if number != beside.steps_done or not due:
             return  # `_problems_of` says so
-        ours = merged(self._facts)
+        ours = {**merged(self._facts), ROUTING: joined(routes, due[0])}
         found = beside.compare(number, ours)
+        routed, *moved = beside.routed
+        dtype = proof.case.torch_dtype
+        of_routes = compare_routes(number, routes, due[0], routed, moved, dtype)
+        ties = [row for row in of_routes if row.problem and row.passes]
+        if ties and dtype == torch.float64 and proof.precision is None:
+            what = f"{ties[0]}: a tie, which rounding decides; change the seed or the weights"
+            self._problems.append(Place(ties[0].name, what))
+            self._differences += of_routes
+            self.is_over = True
+            return
+        found = of_routes + found
         if proof.precision is not None:
             found = [within(NARROW_ERROR, row) for row in found if row.quantity == "loss"]
             self._compare_types(ours)

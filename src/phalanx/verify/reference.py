@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import cast_batch, count_rows, take_rows
-from phalanx.verify.plain import Masks, PlainDecoder
-from phalanx.verify.settings import STATE
+from phalanx.verify.plain import Masks, PlainDecoder, PlainRouter
+from phalanx.verify.settings import ROUTING, STATE
 
 if TYPE_CHECKING:
     from phalanx.verify.record import Case
@@ -42,6 +42,13 @@ both moments and `weight`.
 
 Tensors are full and on the CPU; quantities are in the order in which a step computes them.
 """
+
+
+class Routed(NamedTuple):
+    """What the scores of a router select for each token of a batch, and by what margin."""
+
+    selected_BTE: Tensor
+    margins_BT: Tensor
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ class ReferenceRun:
         )
         self._scheduler = own and own.scheduler and own.scheduler(self._optimizer)
         self._masks = Masks(self.model, case.dropout_seed)
+        self._routers = {n: m for n, m in self.model.named_modules() if isinstance(m, PlainRouter)}
 
     def steps(self, phase: Phase = no_phase) -> Iterator[StepRecord]:
         """Take the steps one by one, with `phase("forward")` around each forward."""
@@ -108,9 +116,11 @@ class ReferenceRun:
             loss += share.detach().cpu()
         named = self.model.named_parameters()
         gradients = dense({n: p.grad for n, p in named if p.grad is not None})
+        # The biases of routers, a plain decoder's buffers, change in the update.
+        buffers = {} if self._routers else {"buffer": _copied(dict(self.model.named_buffers()))}
         return {
             "loss": {"": float(loss)},
-            "buffer": _copied(dict(self.model.named_buffers())),
+            **buffers,
             "gradient": _copied(gradients),
             "norm": {f"{p:g}": norm_of(list(gradients.values()), p) for p in NORMS},
         }
@@ -139,10 +149,8 @@ class ReferenceRun:
                 self.model.update_biases(self._case.batches[step].labels_BT)
         if self._scheduler is not None:
             self._scheduler.step()
-        state = self.state()
-        if not isinstance(self.model, PlainDecoder):  # whose update moves the biases of routers
-            del state["buffer"]
-        return {"learning rate": rates, **state}
+        made = {"learning rate": rates, **self.state()}
+        return made if self._routers else {q: of for q, of in made.items() if q != "buffer"}
 
     def _kept(self) -> StepRecord:
         """Return the optimizer state of each parameter, by quantity."""
@@ -163,16 +171,27 @@ class ReferenceRun:
         copied = {"buffer": _copied(dict(buffers)), **self._kept()}
         return {**copied, "weight": _copied(dict(weights))}
 
+    def routed(self) -> dict[str, Routed]:
+        """Return what each router of a plain decoder has selected in the last forward."""
+        return {
+            name: Routed(router.selected.cpu(), router.margins.cpu())
+            for name, router in self._routers.items()
+        }
+
     @torch.no_grad()
     def begin_from(self, state: StepRecord, perturbation: int = 0) -> None:
         """Set weights, buffers and moments to `state`, such as the record of a step.
 
+        Forwards replay the routes in `state`, if any, by router: experts [B, T, k].
         A `perturbation` above 0 is the seed of a random relative change of each weight by plus or
         minus the data type's epsilon.
         """
         for name, tensor in {**state["weight"], **state["buffer"]}.items():
             held = self.model.get_parameter if name in state["weight"] else self.model.get_buffer
             held(name).copy_(torch.as_tensor(tensor))
+        for name, router in self._routers.items():
+            route = state.get(ROUTING, {}).get(name)
+            router.replayed = None if route is None else torch.as_tensor(route)
         self._optimizer.state.clear()
         others = (each for each in state if each.startswith(f"{STATE} "))
         keys = MOMENTS | {each: each.removeprefix(f"{STATE} ") for each in others}

@@ -15,6 +15,9 @@ SEQ_LEN = 17
 EVALUATION = "eval output"
 """Quantity: result in `eval()` after the last step, the model's output or a sum of losses."""
 
+ROUTING = "routing"
+"""Quantity: the set of experts of each token, by router; the error is the margin of the worst."""
+
 VALIDATION = "validation loss"
 """Quantity: mean loss of the validation data, which an evaluation measures."""
 
@@ -22,6 +25,7 @@ STATE = "optimizer's"
 """Prefix of the names of quantities for optimizer state other than AdamW's moments."""
 
 QUANTITIES = (
+    ROUTING,
     "loss",
     "buffer",
     "gradient",

@@ -226,6 +226,8 @@ class Aligner:
             The pair; None if no layout maps the reference's shape to this rank's.
         """
         key, local = event.key, event.tensor
+        if local.ndim == reference.ndim - 1 and len(local) % max(1, len(rows)) == 0 < len(rows):
+            local = local.unflatten(0, (len(rows), -1))  # tokens [N, ..] as [B, T, ..]
         is_input = key.kind in (Kind.INPUT, Kind.INPUT_GRADIENT)
         # A mask may be boolean on one side, and numbers to add to the scores on the other.
         is_other_kind = local.is_floating_point() != reference.is_floating_point()
