@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from phalanx.errors import TrainingError
 from phalanx.measure.rank_times import RankWindow
+from phalanx.measure.routing import Routing
 from phalanx.measure.timer import StepTimes
 from phalanx.measure.trackers import TensorBoard, Tracker, has_tensorboard
 from phalanx.report.output import OTHER_FOLDER, json_text, values_of, writing
@@ -58,6 +59,8 @@ class StepRecord:
     """Unit of `tokens`: "samples" if the loss is a mean over samples."""
     skipped: bool = False
     """Whether the update was skipped because the loss or the gradient was not finite."""
+    experts: str = ""
+    """Display text of the latest recorded routing; empty without experts."""
 
 
 class LiveDisplay(Progress):
@@ -116,11 +119,19 @@ class RunLog:
     def step(self, record: StepRecord) -> None:
         """Write and display the record of a step."""
         values = {**vars(record)}
-        del values["times"]
+        del values["times"], values["experts"]
         terms_s = {f"{term}_s": seconds for term, seconds in record.times.terms_s.items()}
         terms_s["wall_s"] = record.times.wall_s
         self.note("step", values | terms_s | {"exposed_s": record.times.exposed_s})
         self.display.step(record)
+
+    def routing(self, step: int, loss: float, routing: Routing) -> None:
+        """Write the load of each expert in `step`; the loss without the auxiliary ones is apart."""
+        token_loss = loss - routing.aux_loss - routing.z_loss
+        means = routing.means()
+        self.note(
+            "routing", {"step": step, "token_loss": token_loss, **vars(routing), "mean": means}
+        )
 
     def ranks(self, window: RankWindow) -> None:
         """Write the times of several steps on every rank."""
@@ -196,7 +207,8 @@ def step_text(record: StepRecord, left: str = "", width: float = math.inf) -> st
     share = "" if record.mfu is None else f"MFU {percent(record.mfu)}"
     share_of = share and f"{share} of {record.mfu_of}"
     for parts in (
-        (loss, rate, share_of, left),
+        (loss, rate, share_of, record.experts, left),
+        (loss, rate, share, record.experts, left),
         (loss, rate, share, left),
         (loss, rate, left),
         (loss, left),

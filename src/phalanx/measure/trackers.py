@@ -3,6 +3,7 @@
 kind of a record    what TensorBoard shows
 config              the settings as hyperparameters
 step, evaluation    train/loss, time/backward_s, validation/loss, ...
+routing             routing/NAME, mean over layers, routing_entropy/layerN, routing_load/layerN
 ranks               time_ranks/TERM_min, _median, _max over ranks, exposed/AXIS
 memory              memory/stage0/KIND at the peak, and a picture, of each stage's first rank
 summary             sent/AXIS in bytes, predicted/NAME and measured/NAME
@@ -88,6 +89,17 @@ class TensorBoard:
                 for name in values:
                     if name != "step" and not name.endswith("_text"):
                         self._add(f"validation/{name}", number(values, name), values["step"])
+            case "routing":
+                step = values["step"]
+                for name in ("token_loss", "aux_loss", "z_loss"):
+                    self._add(f"routing/{name}", number(values, name), step)
+                for name, mean in values["mean"].items():
+                    self._add(f"routing/{name}", mean, step)
+                for layer, entropy, load in zip(
+                    values["layers"], values["entropy"], values["expert_load"], strict=True
+                ):
+                    self._add(f"routing_entropy/layer{layer}", entropy, step)
+                    self._add(f"routing_load/layer{layer}", load, step)
             case "ranks":
                 for term, spread in values["spread"].items():  # one point a window
                     for name, of in zip(

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Final
 
-from phalanx.report.inline_svg import COLORS, Chart, SpanLanes
+from phalanx.report.inline_svg import COLORS, Chart, HeatMap, SpanLanes
 from phalanx.report.output import values_of
 from phalanx.report.tabular import Line, Number, Part, Table
 
-Drawn = Part | Chart | SpanLanes
+Drawn = Part | Chart | HeatMap | SpanLanes
 """A part of a page; a terminal leaves charts out."""
 
 
@@ -62,7 +62,7 @@ def page(title: str, sections: Sequence[Section], place: str) -> str:
 
 def _part(part: Drawn, place: str) -> Iterator[str]:
     key = f' data-key="{escape(place)}'
-    if isinstance(part, Chart | SpanLanes):
+    if isinstance(part, Chart | HeatMap | SpanLanes):
         yield part.svg(place)
     elif isinstance(part, Table):
         if part.title:

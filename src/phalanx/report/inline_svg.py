@@ -129,6 +129,52 @@ class SpanLanes:
         return _figure(self.title, about, bottom + BOTTOM, lines, self.kinds)
 
 
+@dataclass(frozen=True)
+class HeatMap:
+    """Rows of cells, whose values are factors of a mean: colored below it and above it.
+
+    Attributes:
+        title: text above the drawing.
+        x: label of the columns.
+        y: label of the rows.
+        rows: name -> value of each cell.
+        group: number of columns in the data that each cell stands for.
+    """
+
+    title: str
+    x: str
+    y: str
+    rows: dict[str, list[float]]
+    group: int = 1
+
+    def svg(self, place: str) -> str:
+        """Return the map with its legend, as HTML; it is at `place` in the JSON document."""
+        num_columns = len(next(iter(self.rows.values())))
+        lane = max(6, min(LANE, 400 // len(self.rows)))
+        width, bottom = (WIDTH - 12 - LEFT) / num_columns, TOP + lane * len(self.rows)
+        across = _Axis(0, num_columns * self.group, LEFT, WIDTH - 12, 1)
+        lines = [*_x_axis(across, bottom + 4, self.x)]
+        boxes = dict[tuple[int, float], str]()
+        every = -(-12 // lane)  # rows a name
+        for row, (name, values) in enumerate(self.rows.items()):
+            top = TOP + lane * row
+            if row % every == 0:
+                lines.append(_text(LEFT - 6, top + lane / 2 + 4, name, "tick", "end"))
+            for column, value in enumerate(values):
+                # log2 of the factor in quarters, of at most 2: 1/4 and 4 have the full color.
+                share = min(8, round(4 * abs(math.log2(value)))) / 8 if value > 0 else 1.0
+                x, color = LEFT + column * width, (int(value > 1), share)
+                box = f"M{x:.1f} {top}h{max(1, width - 1):.1f}v{lane - 1}H{x:.1f}z"
+                boxes[color] = boxes.get(color, "") + box
+        for (number, share), path in sorted(boxes.items()):
+            opacity = f"{max(0.06, share):.2f}"
+            lines.append(f'<path class="box c{number}" style="opacity:{opacity}" d="{path}"/>')
+        turned = f"translate(14 {(TOP + bottom) / 2:.0f}) rotate(-90)"
+        lines.append(f'<g transform="{turned}">{_text(0, 0, self.y, "", "middle")}</g>')
+        names = ("below the mean, full at 1/4 and less", "above the mean, full at 4 and more")
+        return _figure(self.title, f"{self.y} by {self.x}", bottom + BOTTOM + 4, lines, names)
+
+
 class _Axis:
     """A linear map from values to pixels; its labels are in a unit of the size `scale`."""
 

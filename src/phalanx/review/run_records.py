@@ -24,7 +24,7 @@ from phalanx.measure.spans import SPANS
 METRICS: Final = "metrics.jsonl"
 
 WINDOWS: Final = 1000
-"""Records of kind "ranks" that are kept."""
+"""Records of kind "ranks", and of kind "routing", that are kept."""
 
 Record = dict[str, Any]
 
@@ -44,6 +44,7 @@ class RunRecords:
         evaluations: step -> loss and further metrics.
         ranks: the latest records of kind "ranks".
         memory: rank -> record of kind "memory".
+        routing: step -> record of kind "routing", the latest.
         num_processes: processes, one after the other, that wrote records.
         num_damaged: lines that are no records.
         unit: what the loss is averaged over.
@@ -59,6 +60,7 @@ class RunRecords:
     evaluations: dict[int, Record] = field(default_factory=dict[int, Record])
     ranks: deque[Record] = field(default_factory=lambda: deque[Record](maxlen=WINDOWS))
     memory: dict[int, Record] = field(default_factory=dict[int, Record])
+    routing: dict[int, Record] = field(default_factory=dict[int, Record])
     num_processes: int = 0
     num_damaged: int = 0
     unit: str = "tokens"
@@ -88,6 +90,13 @@ class RunRecords:
             self.num_processes += 1
         elif kind in ("environment", "placement", "summary"):
             setattr(self, kind, record)
+        elif kind == "routing":
+            step = int(record["step"])
+            for later in [each for each in self.routing if each >= step]:  # of a resumed run
+                del self.routing[later]
+            self.routing[step] = record
+            if len(self.routing) > WINDOWS:
+                del self.routing[next(iter(self.routing))]
         elif kind == "ranks":
             self.ranks.append(record)
         elif kind == "memory":

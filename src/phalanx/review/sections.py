@@ -19,7 +19,7 @@ from phalanx.measure.spans import CollectiveSpan, CounterSample, StepSpans, read
 from phalanx.measure.straggler import accuse, window_from
 from phalanx.measure.trackers import sent_by_axis, settings_of
 from phalanx.report.html import Drawn, Section
-from phalanx.report.inline_svg import Chart, SpanLanes
+from phalanx.report.inline_svg import Chart, HeatMap, SpanLanes
 from phalanx.report.tabular import Line, Number, Table
 from phalanx.report.units import MIB, percent, size_text, tera, time_text
 from phalanx.review.overlap_by_axis import overlap_of
@@ -37,6 +37,10 @@ DRAWN_PARTS: Final = 1500
 
 DRAWN_RANKS: Final = 8
 """Most ranks whose timeline or memory is drawn."""
+
+DRAWN_LAYERS: Final = 64
+DRAWN_EXPERTS: Final = 128
+"""Most rows and columns of a picture of the loads of experts."""
 
 SMALL: Final = 0.05
 """An error of a prediction below this part of the step or of the memory slows no run."""
@@ -88,6 +92,7 @@ def sections_of_run(run: RunRecords) -> Iterator[Section]:
     for title, make in (
         ("In short", lines_of_run),
         ("Learning curve", _curve),
+        ("Routing to experts", _routing),
         ("Planned beside measured", _planned),
         ("Where the time of a step went", _ledger),
         ("A profiled step", _profiled),
@@ -194,6 +199,60 @@ def _curve(run: RunRecords) -> Parts:
         yield Table("", heads, [(ys[0], ys[-1], min(ys))])
     for name, curve in curves.items():
         yield Chart(f"Validation: {name} by step", "step", name, {name: curve})
+
+
+def _routing(run: RunRecords) -> Parts:
+    """Yield the balance of the experts over the steps, and the load of each in the last one."""
+    if not run.routing:
+        return
+    steps = sorted(run.routing)
+    first, last = (run.routing[step] for step in (steps[0], steps[-1]))
+    columns = {name: [run.routing[step]["mean"][name] for step in steps] for name in last["mean"]}
+    heads = ("", *(Number(f"step {step}", significant) for step in (steps[0], steps[-1])))
+    names = {
+        "entropy": "entropy of the load, 1 is even",
+        "expert_load": "busiest expert / mean",
+        "rank_load": "busiest rank of ep / mean",
+        "dropped": "share of dropped selections",
+    }
+    rows = [(text, first["mean"][name], last["mean"][name]) for name, text in names.items()]
+    for name in ("token_loss", "aux_loss", "z_loss"):
+        rows.append((name.replace("_", " "), first[name], last[name]))
+    note = "Balance is a mean over layers, of the global batch. " + _least_even(last)
+    yield Table("", heads, rows, note=note)
+    loads = {text: thinned(steps, columns[name]) for name, text in names.items() if "_" in name}
+    if len(steps) > 1:
+        yield Chart("Load of the busiest by step", "step", "factor of the mean", loads)
+        curves = {name: thinned(steps, columns[name]) for name in ("entropy", "dropped")}
+        yield Chart("Entropy and dropped share by step", "step", "share", curves)
+    for record in (first, last)[len(steps) == 1 :]:
+        layers, counts = record["layers"], record["counts"]
+        every = -(-len(layers) // DRAWN_LAYERS)
+        group = -(-len(counts[0]) // DRAWN_EXPERTS)
+        drawn = dict[str, list[float]]()
+        for layer, of in [*zip(layers, counts, strict=True)][::every]:
+            mean = sum(of) / len(of)
+            parts = (of[at : at + group] for at in range(0, len(of), group))
+            drawn[str(layer)] = [max(part) / mean for part in parts]
+        label = "expert" if group == 1 else f"expert; a cell is the busiest of {group}"
+        yield HeatMap(
+            f"Load of each expert in step {record['step']}, over its layer's mean",
+            label,
+            "layer" if every == 1 else f"layer, one in {every}",
+            drawn,
+            group,
+        )
+
+
+def _least_even(record: Mapping[str, Any]) -> str:
+    """Return a sentence on the layer with the least entropy, and its busiest expert."""
+    at = min(range(len(record["layers"])), key=record["entropy"].__getitem__)
+    counts = record["counts"][at]
+    return (
+        f"Layer {record['layers'][at]} is the least even, of entropy {record['entropy'][at]:.3f}: "
+        f"its expert {counts.index(max(counts))} has {percent(max(counts) / sum(counts))} of the "
+        f"selections, and {counts.count(0)} of {len(counts)} experts have none."
+    )
 
 
 def _planned(run: RunRecords) -> Parts:

@@ -12,14 +12,15 @@ tokens, which are all that a rank needs of other ranks, and needs before its fir
 
     one microbatch       forward (counts) -> all-reduce -> backward
     several, or pp       forwards without gradients (count) -> all-reduce -> forward, backward, ...
-    neither loss         forward, backward, ...             -> all-reduce if there are biases
+    neither loss         forward, backward, ...             -> all-reduce if there are biases,
+                                                               or if the step is recorded
 
 The all-reduce is one call of [L, 2 E + 2] float64 numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -27,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.comm.comm import Comm
+from phalanx.measure.routing import Routing
 from phalanx.models.decoder import Decoder
 from phalanx.models.experts import Load, Router
 
@@ -41,12 +43,15 @@ class Balance:
         counts: `Load.counts` of all layers, [L, 2 E + 2]: of this rank, and after `reduce` of all
             ranks.
         is_reduced: whether `counts` are of all ranks.
+        is_recorded: whether the next step's routing is recorded, so that its counts are reduced.
+        losses: the balancing loss and the z loss of the latest step, float64 [2].
     """
 
     def __init__(self, model: nn.Module, comm: Comm) -> None:
         self.comm = comm
-        self.is_reduced = False
+        self.is_reduced = self.is_recorded = False
         self.counts = torch.empty(0)
+        self.losses = torch.zeros(2, dtype=torch.float64)
         self._routers = [each for each in model.modules() if isinstance(each, Router)]
         # A stage of a pipeline may have no router, and yet takes part in the all-reduce.
         self.shape = model.shape.experts if isinstance(model, Decoder) else None
@@ -121,7 +126,31 @@ class Balance:
             num_routers = self._num_layers - shape.first_dense
             f_LE, mean_LE = f_LE.sum(0) / num_routers, mean_LE.sum(0) / num_routers
         aux = shape.num_experts * (f_LE * mean_LE).sum()
-        return shape.aux_loss * aux + shape.z_loss * squares_L.sum() / num_tokens
+        z_loss = shape.z_loss * squares_L.sum() / num_tokens
+        self.losses = torch.stack([shape.aux_loss * aux, z_loss])
+        return self.losses.sum()
+
+    def recorded(self) -> Tensor:
+        """Return the numbers that `routing` takes, float64; none unless the step is recorded."""
+        if self.shape is None or not (self.is_recorded and self.is_reduced):
+            return self.losses[:0]
+        return torch.cat([self.losses.to(self.counts.device), self.counts.flatten()])
+
+    def routing(self, numbers: Sequence[float]) -> Routing | None:
+        """Return the routing of the step whose `recorded` numbers these are."""
+        if self.shape is None or not numbers:
+            return None
+        size = self.shape.num_experts
+        layers = [*range(self.shape.first_dense, self._num_layers)]
+        begins = [2 + layer * (2 * size + 2) for layer in layers]
+        rows = [numbers[begin : begin + 2 * size + 2] for begin in begins]
+        return Routing.of(
+            layers,
+            [[*map(int, row[:size])] for row in rows],
+            [row[-1] for row in rows],
+            self.comm.size("ep"),
+            (numbers[0], numbers[1]),
+        )
 
     @torch.no_grad()
     def update_biases(self) -> None:

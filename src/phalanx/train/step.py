@@ -25,6 +25,7 @@ from phalanx.comm.ledger import Phase
 from phalanx.comm.ranges import named
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
+from phalanx.measure.routing import Routing
 from phalanx.measure.timer import Term
 from phalanx.parallel.accumulate import Accumulate, Runner
 from phalanx.train.balance import Balance
@@ -61,6 +62,7 @@ class StepResult:
         learning_rate: learning rate of this step.
         num_valid_tokens: valid tokens in the global batch.
         is_skipped: whether the update was skipped, because the loss or gradient was not finite.
+        routing: the load of each expert, in a step whose routing is recorded; else None.
     """
 
     loss: float
@@ -68,6 +70,7 @@ class StepResult:
     learning_rate: float
     num_valid_tokens: int
     is_skipped: bool
+    routing: Routing | None = None
 
 
 class Step:
@@ -158,6 +161,8 @@ class Step:
             balance()
         self.balance.end()
         with self.phase("metrics"):
+            if self.balance.is_recorded:
+                self.balance.reduce(torch.ones_like(loss_sum))
             loss = self.comm.all_reduce(loss_sum, "loss") / divisor
         if self.balance.has_losses:
             loss = loss + self.balance.loss()
@@ -174,7 +179,8 @@ class Step:
             self.scaler.unscale_(self.optimizer)
             norm = self.norm(self.config.clip_p)
             # Read the scale by scaling 1: `get_scale` would synchronize once more.
-            values = _read(loss, norm, num_valid, self.scaler.scale(torch.ones_like(loss)))
+            scale = self.scaler.scale(torch.ones_like(loss))
+            values, recorded = _read(self.balance.recorded(), loss, norm, num_valid, scale)
         is_finite = math.isfinite(values.loss) and math.isfinite(values.norm)
         if not is_finite and self.run.reducer is not None:
             self.run.reducer.reset_error_feedback()
@@ -198,7 +204,14 @@ class Step:
             self.update(values.norm if is_finite else None)
             self.scaler.update()
         self.steps_done += 1
-        return StepResult(values.loss, values.norm, rate, int(values.num_valid), not is_finite)
+        return StepResult(
+            values.loss,
+            values.norm,
+            rate,
+            int(values.num_valid),
+            not is_finite,
+            self.balance.routing(recorded),
+        )
 
     def update(self, norm: float | None) -> None:
         """Clip the gradient, whose norm is `norm`, and step; do nothing if `norm` is None."""
@@ -248,7 +261,13 @@ class _HostValues(NamedTuple):
     scale: float
 
 
-def _read(loss: torch.Tensor, *others: torch.Tensor) -> _HostValues:
-    """Copy 0-d tensors to the host in one transfer, which waits for all kernels launched before."""
-    wide = [number.to(loss.device, torch.float64) for number in (loss, *others)]
-    return _HostValues(*torch.stack(wide).tolist())
+def _read(
+    recorded: torch.Tensor, loss: torch.Tensor, *others: torch.Tensor
+) -> tuple[_HostValues, list[float]]:
+    """Copy 0-d tensors, and the numbers of a record, to the host in one transfer.
+
+    It waits for all kernels launched before.
+    """
+    wide = [number.to(loss.device, torch.float64).reshape(1) for number in (loss, *others)]
+    numbers = torch.cat([*wide, recorded.to(loss.device)]).tolist()
+    return _HostValues(*numbers[: len(wide)]), numbers[len(wide) :]

@@ -27,6 +27,7 @@ from phalanx.measure.peaks import Arithmetic, peak_of
 from phalanx.measure.products import ProductTypes, quick_ceiling
 from phalanx.measure.rank_places import gathered
 from phalanx.measure.rank_times import RankWindow, window_of
+from phalanx.measure.routing import Routing
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
 from phalanx.planner.calibration import blank
@@ -54,6 +55,9 @@ WARMUP_STEPS = 3
 MEASURING_STEPS = 20
 """Number of steps from which a run measures the rates that predict a step, if none are kept."""
 
+ROUTING_RECORDS = 200
+"""About how many steps of a run have records of the routing to experts, at even distances."""
+
 MEASURED_STEPS = 10_000
 """Number of latest steps whose times and losses are kept."""
 
@@ -76,6 +80,7 @@ class Records:
         entries: collectives of step LEDGER_STEP and their bytes; empty before.
         memory: memory account of step MEMORY_STEP on this rank; None before.
         last: result of the latest step.
+        routing: load of the experts in the latest step that recorded it; None before.
         losses: losses of the latest steps, at most MEASURED_STEPS.
         evaluations: evaluations so far.
         num_steps: steps taken so far by this process.
@@ -96,6 +101,7 @@ class Records:
         self.memory: MemoryAccount | None = None
         self._memory_ledger: MemoryLedger | None = None
         self.last: StepResult | None = None
+        self.routing: Routing | None = None
         self.losses = deque[float](maxlen=MEASURED_STEPS)
         self._units = deque[int](maxlen=MEASURED_STEPS)
         self.evaluations: list[Evaluation] = []
@@ -173,7 +179,10 @@ class Records:
     def watching(self, microbatches: Sequence[Any]) -> Generator[None]:
         """Measure the step inside: also bytes in LEDGER_STEP, and memory in MEMORY_STEP."""
         del microbatches
-        step = self.session.step
+        step, every = self.session.step, -(-self.session.num_steps // ROUTING_RECORDS)
+        number = step.steps_done + 1
+        is_end = number in (1, self.session.num_steps)
+        step.balance.is_recorded = is_end or number % every == 0
         # Not in a profiled step, whose trace would have the time that a memory ledger takes.
         recorder = None if self.profile is None else self.profile.recorder
         counted: Ledger | None = recorder
@@ -216,8 +225,11 @@ class Records:
             self._write_curves(self._memory_ledger.curve())
             self._memory_ledger = None
             self._restart_timer = True
+        self.routing = result.routing or self.routing
         if self.log is None:
             return
+        if result.routing is not None:
+            self.log.routing(session.step.steps_done, result.loss, result.routing)
         use, num_units = self.utilization(times.wall_s, session.stream.num_rows), self._units[-1]
         of = "ceiling" if use is None or use.peak is None else "data sheet"
         self.log.step(
@@ -233,6 +245,7 @@ class Records:
                 times=times,
                 unit=session.unit,
                 skipped=result.is_skipped,
+                experts="" if self.routing is None else self.routing.brief(),
             )
         )
 

@@ -59,6 +59,8 @@ def _results(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.loss is not None:
         unit = "nats a token " if summary.unit == "tokens" else ""
         yield "loss", f"{summary.loss:.4f} {unit}in the last step"
+    if summary.routing is not None:
+        yield "experts", summary.routing.text()
     steps = summary.steps
     if steps is not None and steps.doubt is not None:
         yield "speed", steps.doubt
