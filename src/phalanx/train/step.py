@@ -151,7 +151,7 @@ class Step:
         if self.balance.needs_first_pass(len(microbatches)):
             for self.run.microbatch, microbatch in enumerate(microbatches):
                 with self.phase("forward"):
-                    self.run.infer(microbatch, forward)
+                    self.run.infer(microbatch, forward, self.phase)
             if self.run.reducer is not None:
                 self.run.reducer.reset_step()
             balance()
