@@ -68,7 +68,8 @@ def test_several_are_whole_in_100_columns(question: str) -> None:
         BestPlan(cluster="h100-llama3", num_devices=16_384, figures=each, **gained) for each in ROWS
     ]
     asked = {
-        "sequence": 8192, "global_batch": 2048, "model": "llama3-405b", "parameters": 405e9, "active_parameters": 405e9,
+        "sequence": 8192, "global_batch": 2048, "model": "llama3-405b", "parameters": 405e9,
+        "active_parameters": 405e9,
         "num_devices": 16_384, "device": "h100", "cluster": "h100-llama3", "software": "phalanx",
     }  # fmt: skip
     text = text_of(*plan_text.several({"question": asked, question: best}), wraps=True)

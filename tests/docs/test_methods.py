@@ -40,7 +40,7 @@ METHODS = {
     "pp2:dualpipev": ("pipeline, DualPipe in V form", "pipeline/schedule"),
     "cp2": ("context parallel, ring attention", "context/ring"),
     "cp2:ulysses": ("context parallel, all-to-all over heads (Ulysses)", "context/ulysses"),
-    "ep2": ("expert parallel, tokens travel to their experts (GShard)", "experts"),
+    "ep2": ("expert parallel, tokens travel to their experts (GShard)", "expert_split"),
 }
 """Strategy -> what a practitioner calls it, and its file below src/phalanx/parallel."""
 

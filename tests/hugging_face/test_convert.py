@@ -44,7 +44,7 @@ from phalanx.hugging_face.folder import INDEX, WEIGHTS, write_folder
 from phalanx.hugging_face.names import table
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel.plan import Plan
 from phalanx.storage import checksum
 from phalanx.strategy import Strategy
@@ -445,7 +445,7 @@ def growths_of_memory(folder: Path) -> list[int]:
 
 
 def written(folder: Path, shape: ModelShape) -> int:
-    """Write a Hugging Face folder of random weights; return the bytes of its largest tensor."""
+    """Write a Hugging Face folder of random weights; return the bytes of the largest tensor."""
     sizes = {
         link.theirs: link.join_sizes(sizes_of(shape)) for link in table(shape, family_of(shape))
     }
@@ -458,7 +458,7 @@ def written(folder: Path, shape: ModelShape) -> int:
         lambda name: torch.rand(sizes[name]),
         1 << 40,
     )
-    return 4 * max(size.numel() for size in sizes.values())
+    return 4 * max(size.numel() for size in (*sizes.values(), *sizes_of(shape).values()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
@@ -468,8 +468,9 @@ def written(folder: Path, shape: ModelShape) -> int:
         by_hand(8, 512, {}),
         by_hand(8, 512, GPT2),
         by_hand(24, 1024, {}),
+        by_hand(12, 256, {"experts": ExpertShape(num_experts=16, top_k=2, ffn=512)}),
     ],
-    ids=["llama", "gpt2", "llama-1.5-gb"],
+    ids=["llama", "gpt2", "llama-1.5-gb", "experts"],
 )
 def test_only_a_few_tensors_are_in_memory(
     num_layers: int, hidden: int, options: dict[str, Any], tmp_path: Path
@@ -480,7 +481,7 @@ def test_only_a_few_tensors_are_in_memory(
         heads = hidden // 64
         return ModelShape(
             num_layers=num_layers, hidden=hidden, num_heads=heads, num_kv_heads=heads,
-            ffn=4 * hidden, **common,
+            ffn=4 * hidden, qk_norm="projection" if "experts" in common else False, **common,
         )  # fmt: skip
 
     written(tmp_path / "small" / "saved", shape(1, 128))

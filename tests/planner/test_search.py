@@ -79,6 +79,18 @@ def test_the_best_is_the_best_of_all() -> None:
     assert found.num_legal == len(list(legal_steps(SMALL)))
 
 
+def test_experts_are_split_within_a_server() -> None:
+    """Weights of 8 large experts take longer to gather than a few rows take to travel."""
+    asked = question("mixtral-8x7b", "h200:16", 4096, 64)
+    asked = dataclasses.replace(asked, microbatch=4, without=("pp", "tp", "cp"))
+    (best,) = search(asked, wanted=1).candidates
+    assert best.planned.strategy.ep.degree == 8
+    degrees = {base.ep.degree for base, _ in searching.splits_with_data(asked)}
+    assert degrees == {1, 2, 4, 8}  # the divisors of 8 experts
+    dense = dataclasses.replace(asked, model=DecoderModel(shape_of("llama3-1b"), 4096))
+    assert {base.ep.degree for base, _ in searching.splits_with_data(dense)} == {1}
+
+
 @pytest.mark.slow
 def test_each_inequality_is_true_when_evaluated_again() -> None:
     found = search(TIGHT, wanted=3)

@@ -185,9 +185,9 @@ class _Counted(Accumulate):
 
     num_inferred = 0
 
-    def infer(self, microbatch: Any, forward: Any) -> Tensor:
+    def infer(self, microbatch: Any, forward: Any, *how: Any) -> Tensor:
         self.num_inferred += 1
-        return super().infer(microbatch, forward)
+        return super().infer(microbatch, forward, *how)
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ def check_twin(case: Case, strategy: Strategy, entries: list[Entry]) -> None:
     sizes = [tuple(microbatch.tokens_BT.shape) for microbatch in microbatches]
     predicted = Plan(strategy, case.build()).traffic(sizes)
     of_the_loss = {"count", "metrics"}
-    # The routing decides how many bytes travel to experts: tests/parallel/test_experts.py.
+    # The routing decides how many bytes travel to experts: tests/parallel/test_expert_split.py.
     known = {e for e in entries if e.phase not in of_the_loss and not to_experts(e)}
     assert known == {e for e in predicted if not to_experts(e)}
     # Two numbers of the loss law, 8 bytes each: tokens over every axis of different samples, and

@@ -312,8 +312,8 @@ def rotation(
     """Return the cosines and sines of the rotary embedding at each position.
 
     Angles are position * theta ** (-2i / width) for feature pair i (Su et al. 2021, section 3.2.2),
-    with Llama 3.1's frequency scaling if `shape.rope_scaling` is set; `width` is head_dim, or that
-    of the rotated part of a head. Blocks with a window (`has_window`) use `shape.window_theta`,
+    with Llama 3.1's frequency scaling if `shape.rope_scaling` is set. `width` is head_dim, or with
+    `shape.latent` its rope_dim. Blocks with a window (`has_window`) use `shape.window_theta`,
     without scaling, if it is set.
 
     `positions_BT` is int64; B may be 1 if all rows have the same positions. `dtype` is the dtype of

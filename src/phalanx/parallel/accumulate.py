@@ -66,9 +66,12 @@ class Runner(ABC):
         loss.backward(retain_graph=retain_graph)
 
     @abstractmethod
-    def infer(self, microbatch: Any, forward: Forward) -> torch.Tensor | None:
+    def infer(
+        self, microbatch: Any, forward: Forward, phase: Phase = no_phase
+    ) -> torch.Tensor | None:
         """Return the model's output for a microbatch, without gradients.
 
+        `phase` is called with the phases inside a forward, such as the sizes of activations.
         The output is None on ranks that do not have the last stage of a pipeline.
         """
 
@@ -94,6 +97,8 @@ class Accumulate(Runner):
             self.reducer.finish(phase)
 
     @override
-    def infer(self, microbatch: Any, forward: Forward) -> torch.Tensor:
+    def infer(
+        self, microbatch: Any, forward: Forward, phase: Phase = no_phase
+    ) -> torch.Tensor:
         with torch.no_grad():
             return forward(microbatch)

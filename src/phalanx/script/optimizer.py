@@ -16,7 +16,7 @@ from phalanx.comm.comm import Comm, local_shard
 from phalanx.errors import ScriptError
 from phalanx.parallel.plan import shard_of
 from phalanx.parallel.reduce import is_fused
-from phalanx.parallel.whole_matrix import Owners, Round
+from phalanx.parallel.whole_matrix import Matrix, Owners, Round
 from phalanx.train.optimizer import bind
 
 ELEMENTWISE = (
@@ -108,7 +108,6 @@ class AtOwners:
             )
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._index = {p: number for number, p in enumerate(parameters)}
-
         rows = [[range(p.shape[0] if p.ndim else 1)] for p in parameters]
         self._owners = Owners(comm, parameters, rows)
         self._wholes: dict[int, nn.Parameter] = {}
@@ -124,18 +123,19 @@ class AtOwners:
     def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         used = [n for p, n in self._index.items() if p.grad is not None]
         parameters = [cast(nn.Parameter, p) for p in self._owners.parameters]
+
+        def weight_of(each: Matrix) -> Tensor:
+            return each.local(local_shard(parameters[each.parameter].detach()))
+
+        def gradient_of(each: Matrix) -> Tensor:
+            return each.local(local_shard(cast(Tensor, parameters[each.parameter].grad)))
+
         for each, dtype in self._rounds(used):
-            gradients = self._owners.gather(
-                each, lambda m: m.local(local_shard(_gradient(parameters[m.parameter]))), dtype
-            )
-            weights = self._owners.gather(
-                each, lambda m: m.local(local_shard(parameters[m.parameter].detach())), dtype
-            )
-            for matrix, weight in weights.items():
-                parameter = parameters[matrix.parameter]
+            gradients = self._owners.gather(each, gradient_of, dtype)
+            for matrix, weight in self._owners.gather(each, weight_of, dtype).items():
+                shape = parameters[matrix.parameter].shape
                 whole = self._wholes.setdefault(matrix.parameter, nn.Parameter(weight))
-                whole.data = weight.reshape(parameter.shape).contiguous()
-                whole.grad = gradients[matrix].reshape(parameter.shape).contiguous()
+                whole.data, whole.grad = weight.reshape(shape), gradients[matrix].reshape(shape)
         self._used = used
         self._shards = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
@@ -163,11 +163,6 @@ class AtOwners:
             numbers = [n for n in used if self._owners.parameters[n].dtype == dtype]
             for each in self._owners.rounds(numbers, dtype.itemsize):
                 yield each, dtype
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None, "only parameters with a gradient are used"
-    return parameter.grad
 
 
 def check_schedules(schedulers: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.comm.comm import Comm
@@ -102,25 +103,23 @@ class Balance:
         self.is_reduced = True
         selections_LE, _, _, num_tokens = self._split()
         shape = self.shape
-        per_token_LE = selections_LE / num_tokens
+        f_LE = selections_LE / num_tokens
         if shape.pools_layers:
-            num_routers = self._num_layers - shape.first_dense
-            per_token_LE = (
-                per_token_LE.sum(0, keepdim=True).expand_as(per_token_LE) / num_routers**2
-            )
-        of_parts_LE = shape.aux_loss * shape.num_experts * per_token_LE
-        slopes_LE1 = torch.cat([of_parts_LE, torch.full_like(of_parts_LE[:, :1], shape.z_loss)], 1)
+            f_LE = f_LE.sum(0).expand_as(f_LE) / (self._num_layers - shape.first_dense) ** 2
+        slopes_LE = F.pad(shape.aux_loss * shape.num_experts * f_LE, (0, 1), value=shape.z_loss)
         for router in self._routers:
             assert router.load is not None
-            router.load.slopes = slopes_LE1[router.layer] / num_tokens * scale
+            router.load.slopes = slopes_LE[router.layer] / num_tokens * scale
 
-    def end(self) -> Tensor:
-        """End the step; return the sum of the auxiliary losses, 0-d float64, equal on all ranks."""
+    def end(self) -> None:
+        """End the step, whose forwards are done; `counts` stay."""
         for router in self._routers:
             router.load = None
-        if self.shape is None or not self.has_losses:
-            return self.counts.new_zeros(())
+
+    def loss(self) -> Tensor:
+        """Return the sum of the auxiliary losses of the step, 0-d float64, equal on all ranks."""
         shape = self.shape
+        assert shape is not None and self.is_reduced
         selections_LE, parts_LE, squares_L, num_tokens = self._split()
         f_LE, mean_LE = selections_LE / num_tokens, parts_LE / num_tokens
         if shape.pools_layers:

@@ -239,24 +239,11 @@ class Muon(AdamW):
         adam_eps: float = 1e-8,
         fused: bool | None = None,
     ) -> None:
-        """Take torch.optim.Muon's arguments, and AdamW's for groups with `use_muon=False`.
+        """Take the arguments of torch.optim.Muon, and settings of AdamW for the other groups.
 
-        Args:
-            params: parameters, or groups. A group of fused weights has the proportions of their
-                matrices along the rows in `parts`, such as (4, 1, 1) for queries, keys and values,
-                see `muon_groups`.
-            lr: learning rate of groups that have none of their own.
-            weight_decay: decoupled weight decay.
-            momentum: weight of the earlier gradients in their mean.
-            nesterov: whether the newest gradient counts twice.
-            ns_coefficients: coefficients of the Newton-Schulz iteration.
-            eps: least norm of a matrix.
-            ns_steps: steps of the iteration.
-            adjust_lr_fn: how the shape of a matrix scales the rate; "original" if None.
-            ns_dtype: data type of the iteration: "bfloat16" if None; float64 for float64 matrices.
-            betas: decay of AdamW's moments.
-            adam_eps: added to the root of AdamW's second moment.
-            fused: whether AdamW is fused; the choice of PyTorch if None.
+        A group of fused weights has the proportions of their matrices along the rows in `parts`,
+        such as (4, 1, 1), see `muon_groups`. The iteration runs in `ns_dtype`, bfloat16 if None,
+        and in float64 for float64 matrices.
         """
         if adjust_lr_fn not in (None, *get_args(AdjustedRate)):
             raise ScriptError(

@@ -151,7 +151,7 @@ class Step:
         if self.balance.needs_first_pass(len(microbatches)):
             for self.run.microbatch, microbatch in enumerate(microbatches):
                 with self.phase("forward"):
-                    self.run.infer(microbatch, forward)
+                    self.run.infer(microbatch, forward, self.phase)
             if self.run.reducer is not None:
                 self.run.reducer.reset_step()
             balance()
@@ -159,11 +159,14 @@ class Step:
         self.run(microbatches, forward, scale, self.phase)
         if self.balance.needs_counts:
             balance()
+        self.balance.end()
         with self.phase("metrics"):
             if self.balance.is_recorded:
                 self.balance.reduce(torch.ones_like(loss_sum))
             loss = self.comm.all_reduce(loss_sum, "loss") / divisor
-        return loss + self.balance.end(), num_valid
+        if self.balance.has_losses:
+            loss = loss + self.balance.loss()
+        return loss, num_valid
 
     def apply_gradients(self, loss: torch.Tensor, num_valid: torch.Tensor) -> StepResult:
         """Clip, update the weights, and count the step, given what `compute_gradients` returned.

@@ -311,7 +311,7 @@ class StepwiseReference:
         begin: state from which the current step started; None if the reference takes its own steps.
         state: state before the first step; in a narrow type, before the next.
         steps_done: steps taken.
-        routed: what each router has selected in the latest step, and in those of perturbed models.
+        routed: what each router has selected in the latest step, here and in perturbed models.
     """
 
     def __init__(self, case: Case, device: torch.device, start: int = 0) -> None:

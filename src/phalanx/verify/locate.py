@@ -30,7 +30,7 @@ from phalanx.verify.record import Case
 from phalanx.verify.reference import ReferenceRun, StepRecord
 from phalanx.verify.settings import EVALUATION, ROUTING
 from phalanx.verify.snapshot import full_tensors, owner
-from phalanx.verify.trace import Aligner, Event, Key, Kind, Recorder, gap
+from phalanx.verify.trace import Aligner, Contribution, Event, Key, Kind, Recorder, gap
 from phalanx.verify.verdict import Place
 
 _OF_MODULES = (ROUTING, "loss", "buffer", "gradient", EVALUATION)
@@ -59,7 +59,7 @@ class RankGaps:
     called: set[str]
     gaps: dict[Key, tuple[float, int]]
     sums: dict[Key, float]
-    contribution: Tensor | None
+    contribution: Contribution | None
 
 
 def locate(
@@ -208,6 +208,17 @@ def _first_that_differs(
     return None
 
 
+def _sum(made: Sequence[Contribution], like: Tensor) -> Tensor:
+    """Return the sum of contributions to a gradient; NaN if one has another shape."""
+    total = torch.zeros(like.shape, dtype=torch.float64)
+    for offset, term in made:
+        part = total[tuple(slice(at, at + size) for at, size in zip(offset, term.shape))]
+        if part.shape != term.shape:
+            return total.fill_(math.nan)
+        part += term
+    return total
+
+
 def _named(name: str, types: Mapping[str, str]) -> str:
     if not name:
         return f"the model itself ({types.get(name, '?')}), outside its modules"
@@ -228,8 +239,9 @@ def _outside(
     module reads copies of its inputs.
     """
     agree = "every module's outputs and gradients agree"
+    of_experts = ", or in the losses of experts" if "Router" in types.values() else ""
     of_no_module = {
-        "loss": f"{agree}, so the fault is in the sum of the losses over ranks",
+        "loss": f"{agree}, so the fault is in the sum of the losses over ranks{of_experts}",
         EVALUATION: f"{agree} in eval mode, so the fault is in the sum over ranks",
         "learning rate": "the learning rate of the step",
         "norm": "the gradients agree, so the fault is in their norm over shards and stages",
@@ -256,7 +268,7 @@ def _outside(
     if again is not None and agrees(again):
         why = "once each module reads copies, so a tensor saved for backward is overwritten"
         return Place(module, f"{what} agrees {why}", first.step)
-    if len({t.shape for t in made}) == 1 and agrees(torch.stack(made).sum(0)):
+    if made and gradient is not None and agrees(_sum(made, gradient)):
         return Place(
             module,
             f"{_named(module, types)}: the ranks' contributions to the gradient of "

@@ -159,7 +159,7 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2))
 
 
-class LatentAttention(nn.Module):
+class PlainLatentAttention(nn.Module):
     """Multi-head latent attention with a given mask, a head after another."""
 
     def __init__(self, shape: ModelShape) -> None:
@@ -367,7 +367,7 @@ class Block(nn.Module):
         self.dropout = Dropout(shape.dropout)
         before, after = shape.norm_at != "output", shape.norm_at != "input"
         self.attention_norm = Norm(shape.hidden, shape) if before else None
-        self.attention = (Attention if shape.latent is None else LatentAttention)(shape)
+        self.attention = (Attention if shape.latent is None else PlainLatentAttention)(shape)
         self.attention_output_norm = Norm(shape.hidden, shape) if after else None
         self.mlp_norm = Norm(shape.hidden, shape) if before else None
         experts = shape.experts

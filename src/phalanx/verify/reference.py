@@ -319,11 +319,12 @@ class _PlainMuon(torch.optim.AdamW):
             self.state[parameter]["momentum_buffer"] = mean
             ahead = momentum * mean + (1 - momentum) * gradient if settings.nesterov else mean
             parameter *= 1 - rate * settings.weight_decay
-            matrices = ahead.unbind() if ahead.ndim == 3 else [ahead]
-            for rows, each in zip(
-                parameter.unbind() if ahead.ndim == 3 else [parameter], matrices, strict=True
-            ):
-                rows -= rate * _scaled(_polar(each, settings.ns_steps), settings)
+            each = (parameter, ahead) if ahead.ndim == 3 else (parameter[None], ahead[None])
+            for rows, matrix in zip(*each, strict=True):
+                by_size = max(1.0, len(rows) / rows.shape[1]) ** 0.5
+                if settings.adjust_lr == "match_rms_adamw":
+                    by_size = 0.2 * max(rows.shape) ** 0.5
+                rows -= rate * by_size * _polar(matrix, settings.ns_steps)
 
 
 def _polar(matrix: Tensor, num_steps: int) -> Tensor:
@@ -334,13 +335,6 @@ def _polar(matrix: Tensor, num_steps: int) -> Tensor:
         change = 2.0315 * outer @ outer - 4.7750 * outer
         x = 3.4445 * x + (change @ x if len(x) <= x.shape[1] else x @ change)
     return x
-
-
-def _scaled(update: Tensor, settings: OptimizerConfig) -> Tensor:
-    rows, columns = update.shape
-    if settings.adjust_lr == "original":
-        return update * max(1.0, rows / columns) ** 0.5
-    return update * 0.2 * max(rows, columns) ** 0.5
 
 
 def _perturb(model: nn.Module, seed: int) -> None:

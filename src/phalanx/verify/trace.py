@@ -28,9 +28,14 @@ from phalanx.parallel.batch_shape import BatchShape
 from phalanx.parallel.context.positions import PositionOrder
 from phalanx.parallel.pipeline.stage import Absent
 from phalanx.parallel.pipeline.unknown_tensor import UnknownTensor, received_for
+from phalanx.parallel.plan import shard_of
 from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.spec import Spec
 from phalanx.verify.compare import same
+
+
+Contribution = tuple[tuple[int, ...], Tensor]
+"""Offset of a part of a parameter, and its gradient."""
 
 
 class Kind(Enum):
@@ -76,7 +81,8 @@ class Recorder:
     Attributes:
         events: recorded tensors, in order of time.
         is_on: whether the current step is recorded; not at first.
-        contribution: gradient of the parameter `suspect` from this rank, before reduction.
+        contribution: gradient of the parameter `suspect` from this rank, before reduction, with the
+            offset of what it has of the parameter.
         gradient: reduced gradient of `suspect` in a step in which modules read copies.
     """
 
@@ -100,7 +106,7 @@ class Recorder:
         self._model = model
         self.events: list[Event] = []
         self.is_on = False
-        self.contribution: Tensor | None = None
+        self.contribution: Contribution | None = None
         self.gradient: Tensor | None = None
         self._copies = copies
         self._suspect = suspect
@@ -138,7 +144,8 @@ class Recorder:
         if self._suspect is not None and name in ("", self._suspect.rpartition(".")[0]):
             # Looked up at each call, because fsdp replaces the parameter by a gathered one.
             parameter = dict(self._model.named_parameters()).get(self._suspect)
-            if parameter is not None and id(parameter) not in self._hooked:
+            is_new = parameter is not None and id(parameter) not in self._hooked
+            if parameter is not None and parameter.requires_grad and is_new:
                 self._hooked.add(id(parameter))
                 parameter.register_hook(self._add)  # from autograd, before any reduction
         return self._pass((args, kwargs), Kind.INPUT, Kind.INPUT_GRADIENT)
@@ -182,9 +189,17 @@ class Recorder:
         return note
 
     def _add(self, gradient: Tensor) -> None:
-        if self.is_on and not isinstance(gradient, DTensor):
-            term = gradient.detach().double().cpu()
-            self.contribution = term if self.contribution is None else self.contribution + term
+        # Replicas may have equal gradients or terms of a sum, so what they contribute is unknown.
+        if self.is_on and not (
+            isinstance(gradient, DTensor) and all(p.is_replicate() for p in gradient.placements)
+        ):
+            shard, offset = shard_of(gradient.detach())
+            term = shard.double().cpu()
+            self.contribution = (
+                (offset, term)
+                if self.contribution is None
+                else (offset, self.contribution[1] + term)
+            )
 
 
 class _Tap(Function):

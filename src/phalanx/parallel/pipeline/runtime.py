@@ -105,8 +105,8 @@ class Pipeline(Runner):
 
     @override
     @torch.no_grad()
-    def infer(self, microbatch: Any, forward: Forward) -> Tensor | None:
-        step = _Step(self, [microbatch], forward, lambda output: output)
+    def infer(self, microbatch: Any, forward: Forward, phase: Phase = no_phase) -> Tensor | None:
+        step = _Step(self, [microbatch], forward, lambda output: output, phase)
         for action in self._list(1):
             if action.op[-1] == "F":
                 with named(f"pp {action}"):
