@@ -11,8 +11,8 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from measure.test_logs import lines_of, plain_console, record
 from phalanx.measure import logs
+from phalanx.measure.expert_load import Routing
 from phalanx.measure.logs import RunLog
-from phalanx.measure.routing import Routing
 from phalanx.measure.trackers import TensorBoard, memory_pixels
 from phalanx.report.inline_svg import COLORS
 

@@ -120,7 +120,7 @@ LESSONS: Final[Mapping[str, Mapping[str, Topic]]] = {
     "Experts": {
         "experts": Topic(
             "the way of rows to experts of another rank and back, drawn from a step",
-            "experts ShowExperts show_experts",
+            "expert_rows ShowExperts show_experts",
         ),
     },
     "Parameter servers": {

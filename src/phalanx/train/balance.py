@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.comm.comm import Comm
-from phalanx.measure.routing import Routing
+from phalanx.measure.expert_load import Routing
 from phalanx.models.decoder import Decoder
 from phalanx.models.experts import Load, Router
 

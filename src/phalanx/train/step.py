@@ -25,7 +25,7 @@ from phalanx.comm.ledger import Phase
 from phalanx.comm.ranges import named
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
-from phalanx.measure.routing import Routing
+from phalanx.measure.expert_load import Routing
 from phalanx.measure.timer import Term
 from phalanx.parallel.accumulate import Accumulate, Runner
 from phalanx.train.balance import Balance

@@ -14,7 +14,7 @@ from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
-from phalanx.measure.routing import Routing
+from phalanx.measure.expert_load import Routing
 from phalanx.models.decoder import Decoder
 from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel.plan import Plan
@@ -44,7 +44,8 @@ def steps_of(
     strategy = Strategy.parse(text)
     comm, model, config = Ranks(strategy), Decoder(shape).double(), OptimizerConfig()
     model.initialize(3)
-    runner = Plan(strategy, model).build(comm)
+    plan = Plan(strategy, model)
+    runner, model = plan.build(comm), plan.model
     optimizer = build_optimizer(model, config)
     step = Step(model, optimizer, NextToken(), config, comm=comm, num_steps=2, run=runner)
     (batch,) = decoder_batches(shape, 1, 8, 12, 1)

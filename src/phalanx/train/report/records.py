@@ -21,13 +21,13 @@ from phalanx.config.profile_options import ProfileOptions
 from phalanx.launch.failure import READER_LEFT
 from phalanx.launch.launched import is_restarted
 from phalanx.measure.environment import device_name, environment
+from phalanx.measure.expert_load import Routing
 from phalanx.measure.logs import RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryLedger, allocator_snapshot
 from phalanx.measure.peaks import Arithmetic, peak_of
 from phalanx.measure.products import ProductTypes, quick_ceiling
 from phalanx.measure.rank_places import gathered
 from phalanx.measure.rank_times import RankWindow, window_of
-from phalanx.measure.routing import Routing
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
 from phalanx.planner.calibration import blank

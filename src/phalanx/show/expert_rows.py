@@ -56,7 +56,7 @@ class RoutedStep(NamedTuple):
 
     Attributes:
         experts: selected experts of each token, best first.
-        counts: the rows that the ranks send each other, as they have told each other.
+        counts: the rows that the ranks send each other, as they have notified each other.
         events: collectives of ep, in order.
         shapes: name -> shape of a tensor in the block.
         losses: the loss of the step, and of the same step in one process.
@@ -88,7 +88,7 @@ def show_experts(config: ShowExperts) -> Shown:
             f"Backward makes {len(back)} more all-to-alls, of gradients, over the same ways. In "
             f"the step rank 0 sends {sent[0]:,.0f} bytes in all-to-alls, and rank 1 "
             f"{sent[1]:,.0f}.",
-            f"The loss differs by {gap:.1e} from that of one process, in float64.",
+            f"The loss differs by {gap:.1e} from the loss of one process, in float64.",
         ],
         "dist.all_to_all_single(out, rows, output_split_sizes, input_split_sizes)",
     )

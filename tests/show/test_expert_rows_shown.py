@@ -7,25 +7,27 @@ from pathlib import Path
 
 from phalanx.launch.local import run_ranks
 from phalanx.report.terminal import text_of
-from phalanx.show import experts
+from phalanx.show import expert_rows
 from phalanx.show.animation import draw
-from phalanx.show.experts import EXPERTS, LENGTH, ShowExperts, boxes, show_experts
+from phalanx.show.expert_rows import EXPERTS, LENGTH, ShowExperts, boxes, show_experts
 from phalanx.show.shown import Sketch
 from phalanx.show.tables import printed
 
 
 def test_the_picture_is_of_the_step(tmp_path: Path) -> None:
-    ranks = run_ranks(experts.take_step, 2, threads=1)
+    ranks = run_ranks(expert_rows.take_step, 2, threads=1)
     for rank, step in enumerate(ranks):
         own = [sum(expert in of for of in step.experts) for expert in range(4)]
-        assert own == list(step.counts.groups[rank]), "the ranks told each other what was routed"
+        assert own == list(step.counts.groups[rank]), (
+            "the ranks notified each other of what was routed"
+        )
         dispatch, back, *_ = [e.sent for e in step.events if e.what == "all_to_all"]
         row_bytes = 8 * 8
         assert dispatch == row_bytes * step.counts.matrix[rank][1 - rank]
         assert back == row_bytes * step.counts.matrix[1 - rank][rank]
         assert step.shapes["gate"] == [2, 16, 8] and step.shapes["y"] == [LENGTH, 8]
         assert abs(step.losses[0] - step.losses[1]) < 1e-12
-    lines = experts.sketch(ranks)
+    lines = expert_rows.sketch(ranks)
     labelled = {line.split()[0]: line for line in lines if line[:1].isalpha()}
     rows = {name: "".join(re.findall(r"│([a-j])(?=│)", labelled[name])) for name in labelled}
     assert rows["tokens"] == rows["combine"] == "abcdefghij"

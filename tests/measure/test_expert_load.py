@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.measure.routing import Routing
+from phalanx.measure.expert_load import Routing
 
 
 def routing(num_ranks: int = 2, dropped: float = 2.0) -> Routing:
