@@ -14,7 +14,7 @@ from phalanx.show.shown import Sketch
 from phalanx.show.tables import printed
 
 
-def test_the_picture_is_of_the_step(tmp_path: Path) -> None:
+def test_the_picture_is_of_the_step() -> None:
     ranks = run_ranks(expert_rows.take_step, 2, threads=1)
     for rank, step in enumerate(ranks):
         own = [sum(expert in of for of in step.experts) for expert in range(4)]

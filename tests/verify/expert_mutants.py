@@ -131,9 +131,7 @@ def _of_the_other_slot(right: Any) -> Any:
 
 
 def _of_the_next_token(right: Any) -> Any:
-    return staticmethod(
-        lambda ctx, rows, weights, order: right(ctx, rows, weights.roll(1, 0), order)
-    )
+    return staticmethod(lambda ctx, rows, weights, order: right(ctx, rows, weights.roll(1, 0), order))
 
 
 def _softmax_again(right: Any) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from expert_mutants import JOBS, OF_MUON
 from mutants import planted
 
 from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig
+from phalanx.launch.local import run_ranks
 from phalanx.strategy import Strategy
 from phalanx.verify.cases import awkward_shapes, configured_case
 from phalanx.verify.harness import verify_case
@@ -25,7 +27,5 @@ def verdicts_on_ranks(number: int) -> dict[tuple[str, str], Verdict]:
         shapes = awkward_shapes(strategy)
         for name, (case, patches, _, _) in mutants.items():
             with planted(*patches):
-                found[text, name] = verify_case(
-                    configured_case(shapes[case], strategy, config), strategy, comm
-                )
+                found[text, name] = verify_case(configured_case(shapes[case], strategy, config), strategy, comm)
     return found

@@ -159,10 +159,11 @@ class Step:
         self.run(microbatches, forward, scale, self.phase)
         if self.balance.needs_counts:
             balance()
+        elif self.balance.is_recorded:
+            with self.phase("metrics"):
+                self.balance.reduce(torch.ones_like(loss_sum))
         self.balance.end()
         with self.phase("metrics"):
-            if self.balance.is_recorded:
-                self.balance.reduce(torch.ones_like(loss_sum))
             loss = self.comm.all_reduce(loss_sum, "loss") / divisor
         if self.balance.has_losses:
             loss = loss + self.balance.loss()

@@ -44,8 +44,7 @@ def steps_of(
     strategy = Strategy.parse(text)
     comm, model, config = Ranks(strategy), Decoder(shape).double(), OptimizerConfig()
     model.initialize(3)
-    plan = Plan(strategy, model)
-    runner, model = plan.build(comm), plan.model
+    runner = Plan(strategy, model, pp_rank=comm.coord("pp")).build(comm)
     optimizer = build_optimizer(model, config)
     step = Step(model, optimizer, NextToken(), config, comm=comm, num_steps=2, run=runner)
     (batch,) = decoder_batches(shape, 1, 8, 12, 1)
