@@ -181,7 +181,7 @@ class Step:
             norm = self.norm(self.config.clip_p)
             # Read the scale by scaling 1: `get_scale` would synchronize once more.
             scale = self.scaler.scale(torch.ones_like(loss))
-            values, recorded = _read(self.balance.recorded(), loss, norm, num_valid, scale)
+            values, recorded = _read(loss, norm, num_valid, scale, *self.balance.recorded())
         is_finite = math.isfinite(values.loss) and math.isfinite(values.norm)
         if not is_finite and self.run.reducer is not None:
             self.run.reducer.reset_error_feedback()
@@ -262,13 +262,11 @@ class _HostValues(NamedTuple):
     scale: float
 
 
-def _read(
-    recorded: torch.Tensor, loss: torch.Tensor, *others: torch.Tensor
-) -> tuple[_HostValues, list[float]]:
-    """Copy 0-d tensors, and the numbers of a record, to the host in one transfer.
+def _read(loss: torch.Tensor, *others: torch.Tensor) -> tuple[_HostValues, list[float]]:
+    """Copy tensors to the host in one transfer, which waits for all kernels launched before.
 
-    It waits for all kernels launched before.
+    The first four are 0-d; what further ones hold is returned after their values.
     """
-    wide = [number.to(loss.device, torch.float64).reshape(1) for number in (loss, *others)]
-    numbers = torch.cat([*wide, recorded.to(loss.device)]).tolist()
-    return _HostValues(*numbers[: len(wide)]), numbers[len(wide) :]
+    wide = [each.to(loss.device, torch.float64).flatten() for each in (loss, *others)]
+    numbers = torch.cat(wide).tolist()
+    return _HostValues(*numbers[:4]), numbers[4:]
