@@ -113,6 +113,14 @@ def test_a_run_records_and_reports_its_routing(tmp_path: Path) -> None:
     assert section.values()[0]["rows"][4][2] == found[-1]["token_loss"]
 
 
+@pytest.mark.slow
+def test_a_worker_of_servers_records_no_routing(tmp_path: Path) -> None:
+    shape = dataclasses.replace(SHAPE, experts="num_experts=4,top_k=2,ffn=24")
+    train(small_run(tmp_path, strategy="dp2:ps", steps=2, shape=shape))
+    assert len(records(tmp_path / "run", "step")) == 2
+    assert not records(tmp_path / "run", "routing")
+
+
 def test_a_long_run_records_about_200_steps() -> None:
     for num_steps in (1, 7, 200, 201, 9_999, 1_000_000):
         steps = [n for n in range(1, num_steps + 1) if records_routing(n, num_steps)]

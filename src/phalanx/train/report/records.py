@@ -185,7 +185,10 @@ class Records:
         """Measure the step inside: also bytes in LEDGER_STEP, and memory in MEMORY_STEP."""
         del microbatches
         step = self.session.step
-        step.balance.is_recorded = records_routing(step.steps_done + 1, self.session.num_steps)
+        # A worker of parameter servers knows the loads of its own tokens alone.
+        step.balance.is_recorded = not self.session.strategy.is_served and records_routing(
+            step.steps_done + 1, self.session.num_steps
+        )
         # Not in a profiled step, whose trace would have the time that a memory ledger takes.
         recorder = None if self.profile is None else self.profile.recorder
         counted: Ledger | None = recorder
