@@ -31,6 +31,7 @@ ACROSS = {
     "cli/test_broken_configs.py": "every verb with a request that is wrong",
     "cli/test_help.py": "the --help of every verb, with config/help",
     "collectives/test_collectives_of_scripts.py": "phalanx.collectives, as a script calls it",
+    "verify/test_expert_mutants.py": "verify by faults of experts that are planted",
     "models/test_latent_attention.py": "attention and roles: latent attention beside transformers",
     "models/test_moe.py": "models/experts.py: routers, experts and limits beside transformers",
     "comm/test_nccl.py": "every collective by the rules of NCCL",

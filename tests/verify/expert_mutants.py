@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mutants import Mutant, Patch, on_rank
+from mutants import Mutant, on_rank
 
 from phalanx.comm import comm
 from phalanx.models import experts as model_experts
 from phalanx.models.experts import Load, MoE, Router
 from phalanx.models.layers import MLP
-from phalanx.parallel import experts as split_experts
-from phalanx.parallel import reduce
+from phalanx.parallel import expert_split, reduce
 from phalanx.parallel.whole_matrix import Owners
 from phalanx.train import balance, optimizer, step
 from phalanx.train.step import Step
@@ -127,11 +126,11 @@ def _last_first(right: Any) -> Any:
 
 
 def _of_the_other_slot(right: Any) -> Any:
-    return staticmethod(lambda ctx, rows, weights, order: right(ctx, rows, weights.flip(1), order))
+    return staticmethod(lambda ctx, rows, weights, *at: right(ctx, rows, weights.flip(1), *at))
 
 
 def _of_the_next_token(right: Any) -> Any:
-    return staticmethod(lambda ctx, rows, weights, order: right(ctx, rows, weights.roll(1, 0), order))
+    return staticmethod(lambda ctx, rows, weights, *at: right(ctx, rows, weights.roll(1, 0), *at))
 
 
 def _softmax_again(right: Any) -> Any:
@@ -244,147 +243,160 @@ def _of_another(right: Any) -> Any:
     return wrong
 
 
-def _flattened(right: Any) -> Any:
-    """The experts of a stack are one matrix of E F rows."""
-
-    def wrong(shape: Any, group: Any) -> Any:
-        return [range(shape[0])] if len(shape) == 3 else right(shape, group)
-
-    return wrong
-
-
-def _flat_parts(right: Any) -> Any:
-    return lambda whole, group: [part.flatten(0, -2) for part in right(whole, group)]
-
-
-def _stacked(right: Any) -> Any:
-    def wrong(self: Any, each: Any, wholes: Any, dtype: Any) -> Any:
-        return right(self, each, {m: whole.view(m.shape) for m, whole in wholes.items()}, dtype)
-
-    return wrong
-
-
 ROUTER = "blocks.0.mlp.router"
 
 OF_EP: dict[str, Mutant] = {
     "balancing losses of each rank": (
-        "llama", [(comm.Comm, "all_reduce", _own_counts)], "?", "?",
+        "llama", [(comm.Comm, "all_reduce", _own_counts)], "blocks.1.mlp.router",
+        "the gradient of its input differs though its output gradient agrees",
     ),
     "balancing losses of each microbatch": (
-        "llama", [(balance.Balance, "reduce", _of_each_microbatch)], "?", "?",
+        "llama", [(balance.Balance, "reduce", _of_each_microbatch)], "blocks.1.mlp.router",
+        "the gradient of its input differs though its output gradient agrees",
     ),
     "balancing losses without gradient": (
-        "llama", [(model_experts._WithLosses, "backward", _without_losses)], "?", "?",
+        "llama", [(model_experts._WithLosses, "backward", _without_losses)], "blocks.1.mlp.router",
+        "the gradient of its input differs though its output gradient agrees",
     ),
     "a load that is counted in each forward": (
-        "llama", [(balance.Balance, "counting", _always_counting)], "?", "?",
+        "llama", [(balance.Balance, "counting", _always_counting)], None,
+        "or in the losses of experts",
     ),
     "a load of tokens without a label": (
-        "llama", [(Load, "count", _with_padding)], "?", "?",
+        "llama", [(Load, "count", _with_padding)], "blocks.1.mlp.router",
+        "the gradient of its input differs though its output gradient agrees",
     ),
     "a norm without experts": (
-        "llama", [(step, "gradient_norm", _norm_without_experts)], None, "?",
+        "llama", [(step, "gradient_norm", _norm_without_experts)], None,
+        "the fault is in their norm over shards",
     ),
     "a norm that counts experts once a rank of ep": (
-        "llama", [(step, "gradient_norm", _norm_of_each_ep)], None, "?",
+        "llama", [(step, "gradient_norm", _norm_of_each_ep)], None,
+        "the fault is in their norm over shards",
     ),
     "a router that reads bfloat16": (
-        "llama", [(Router, "forward", _in_bfloat16)], ROUTER, "?",
+        "llama", [(Router, "forward", _in_bfloat16)], ROUTER,
+        "its output differs though its inputs agree",
     ),
     "weights of experts without gradient": (
-        "llama", [(Router, "forward", _detached)], "?", "?",
+        "llama", [(Router, "forward", _detached)], "blocks.1.mlp",
+        "blocks.0.mlp.router.weight: the gradient is missing",
     ),
     "a dropped token that is kept": (
-        "capacity", [(model_experts, "places_in_rows", _one_more)], "blocks.0.mlp", "?",
+        "capacity", [(model_experts, "places_in_rows", _one_more)], "blocks.0.mlp",
+        "its output differs though its inputs agree",
     ),
     "a capacity for the last tokens of a row": (
-        "capacity", [(model_experts, "places_in_rows", _last_first)], "blocks.0.mlp", "?",
+        "capacity", [(model_experts, "places_in_rows", _last_first)], "blocks.0.mlp",
+        "its output differs though its inputs agree",
     ),
     "the weight of another slot": (
-        "llama", [(model_experts._Combine, "forward", _of_the_other_slot)], "blocks.0.mlp", "?",
+        "llama", [(model_experts._Combine, "forward", _of_the_other_slot)], "blocks.0.mlp",
+        "its output differs though its inputs agree",
     ),
     "the weight of another token": (
-        "llama", [(model_experts._Combine, "forward", _of_the_next_token)], "blocks.0.mlp", "?",
+        "llama", [(model_experts._Combine, "forward", _of_the_next_token)], "blocks.0.mlp",
+        "its output differs though its inputs agree",
     ),
     "softmax of softmax": (
-        "llama", [(Router, "forward", _softmax_again)], ROUTER, "?",
+        "llama", [(Router, "forward", _softmax_again)], ROUTER,
+        "its output differs though its inputs agree",
     ),
     "weights that sum to 1": (
-        "llama", [(Router, "forward", _renormalized(True))], ROUTER, "?",
+        "llama", [(Router, "forward", _renormalized(True))], ROUTER,
+        "its output differs though its inputs agree",
     ),
     "weights that do not sum to 1": (
-        "windowed", [(Router, "forward", _renormalized(False))], ROUTER, "?",
+        "windowed", [(Router, "forward", _renormalized(False))], ROUTER,
+        "its output differs though its inputs agree",
     ),
     "a bias that weighs": (
-        "windowed", [(Router, "forward", _weighs_bias)], ROUTER, "?",
+        "windowed", [(Router, "forward", _weighs_bias)], ROUTER,
+        "its output differs though its inputs agree",
     ),
     "a bias that follows a rank's own load": (
-        "windowed", [(comm.Comm, "all_reduce", _own_counts)], ROUTER, "?",
+        "windowed", [(comm.Comm, "all_reduce", _own_counts)], ROUTER,
+        "router.bias on rank 1 differs from its replica",
     ),
     "a selection among all groups on rank 1": (
-        "windowed", [(Router, "_select", _without_groups)], ROUTER, "?",
+        "windowed", [(Router, "_select", _without_groups)], ROUTER,
+        "its integers differ",
     ),
     "a shared expert times k": (
-        "llama", [(MLP, "forward", _scaled)], "blocks.0.mlp.shared", "?",
+        "llama", [(MLP, "forward", _scaled)], "blocks.0.mlp.shared",
+        "its output differs though its inputs agree",
     ),
     "a shared expert without its gate": (
-        "llama", [(MoE, "forward", _without_shared_gate)], "?", "?",
+        "llama", [(MoE, "forward", _without_shared_gate)], "blocks.0.mlp.shared_gate",
+        "it is never called",
     ),
     "rows of other ranks": (
-        "llama", [(split_experts, "_by_expert", _of_other_ranks)], "blocks.0.mlp", "?",
+        "llama", [(expert_split, "_by_expert", _of_other_ranks)], "blocks.0.mlp",
+        "its output differs though its inputs agree",
     ),
     "gradients of the rows before": (
-        "llama", [(split_experts, "mapped", _of_the_row_before)], "blocks.1.mlp", "?",
+        "llama", [(expert_split, "mapped", _of_the_row_before)], "blocks.1.mlp",
+        "the gradient of its input differs though its output gradient agrees",
     ),
     "the first rank's experts on all ranks": (
-        "llama", [(split_experts, "_own_experts", _experts_of_the_first)], "?", "?",
+        "llama", [(expert_split, "_own_experts", _experts_of_the_first)], "blocks.0.mlp.experts",
+        "first weight of blocks.0.mlp.experts.gate",
     ),
     "idle experts without gradient": (
-        "llama", [(Step, "apply_gradients", _idle_without_gradient)], "?", "?",
+        "llama", [(Step, "apply_gradients", _idle_without_gradient)], "blocks.1.mlp.experts",
+        "has a gradient on some ranks, but none on rank 1",
     ),
 }  # fmt: skip
 
 OF_RECOMPUTED: dict[str, Mutant] = {
     "a load that a second forward counts": (
-        "llama", [(balance.Balance, "counting", _always_counting)], "?", "?",
+        "llama", [(balance.Balance, "counting", _always_counting)], None,
+        "or in the losses of experts",
     ),
 }  # fmt: skip
 
 OF_EP_DP: dict[str, Mutant] = {
     "gradients of experts summed over ep too": (
-        "llama", [(comm.Comm, "all_reduce_start", _with_ep)], "?", "?",
+        "llama", [(comm.Comm, "all_reduce_start", _with_ep)], "blocks.1.mlp.experts",
+        "add up, so the fault is in the sum over ranks",
     ),
     "gradients of experts times ep": (
-        "llama", [(comm.Comm, "all_reduce_start", _times_ep)], "?", "?",
+        "llama", [(comm.Comm, "all_reduce_start", _times_ep)], "blocks.1.mlp.experts",
+        "is 2 times what it should be",
     ),
     "gradients of experts not summed over dp": (
-        "llama", [(comm.Comm, "all_reduce_start", _without_dp)], "?", "?",
+        "llama", [(comm.Comm, "all_reduce_start", _without_dp)], "blocks.1.mlp.experts",
+        "on rank 2 differs from its replica",
     ),
 }  # fmt: skip
 
 OF_EP_TP: dict[str, Mutant] = {
     "a router's gradient not summed over tp": (
-        "llama", [(reduce, "partial_axes", _unsummed_router)], "?", "?",
+        "llama", [(reduce, "partial_axes", _unsummed_router)], "?",
+        "the gradient of blocks.0.mlp.router.weight on rank 1 differs from its",
     ),
 }  # fmt: skip
 
-FLATTENED: list[Patch] = [
-    (optimizer, "matrices_of", _flattened), (optimizer, "_parts", _flat_parts),
-    (Owners, "scatter", _stacked),
-]  # fmt: skip
-
 OF_MUON: dict[str, Mutant] = {
     "Muon of halves of a matrix": (
-        "llama", [(optimizer, "orthogonalize", _by_rows)], "?", "?",
+        "llama", [(optimizer, "orthogonalize", _by_rows)], "blocks.0.attention.q",
+        "so the optimizer's update is wrong",
     ),
     "Muon's update of another matrix": (
-        "llama", [(Owners, "scatter", _of_another)], "?", "?",
+        "llama", [(Owners, "scatter", _of_another)], "blocks.0.mlp.experts",
+        "so the optimizer's update is wrong",
     ),
-    "Muon of all experts as one matrix": ("llama", FLATTENED, "?", "?"),
 }  # fmt: skip
 
 JOBS: list[dict[str, dict[str, Mutant]]] = [
     {"ep2": OF_EP, "ep2,recompute:full": OF_RECOMPUTED},
     {"dp2,ep2": OF_EP_DP, "ep2,tp2": OF_EP_TP, "fsdp2,ep2": OF_MUON},
 ]
-"""Of each: strategies of as many ranks, and the mutants of each."""
+"""Of each: strategies of as many ranks, and the mutants of each.
+
+The router's gradient that is not summed over tp has a module "?": verify names the ranks and the
+parameter, and beside them a module that is right.
+"""
+
+QUICK = ("balancing losses of each rank", "a norm without experts", "rows of other ranks")
+"""Mutants that run by default."""

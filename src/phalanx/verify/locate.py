@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,6 +128,13 @@ def _of_reference(
     return recorder, run.compute(first.step, recorder.phase)["gradient"]
 
 
+def positions_of(strategy: Strategy, comm: Ranks) -> Callable[[int], Tensor]:
+    """Return a function from the number of positions of a rank to their places in the row."""
+    if strategy.cp.degree == 1:
+        return torch.arange
+    return partial(attention_of(strategy).order.positions, comm.coord("cp"))
+
+
 def _gaps(
     recorder: Recorder,
     rows: Sequence[Tensor],
@@ -212,7 +220,9 @@ def _sum(made: Sequence[Contribution], like: Tensor) -> Tensor:
     """Return the sum of contributions to a gradient; NaN if one has another shape."""
     total = torch.zeros(like.shape, dtype=torch.float64)
     for offset, term in made:
-        part = total[tuple(slice(at, at + size) for at, size in zip(offset, term.shape))]
+        part = total[
+            tuple(slice(at, at + size) for at, size in zip(offset, term.shape, strict=True))
+        ]
         if part.shape != term.shape:
             return total.fill_(math.nan)
         part += term

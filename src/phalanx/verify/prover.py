@@ -40,7 +40,6 @@ from phalanx.data.rows import count_rows
 from phalanx.errors import CheckpointError, PhalanxError, RankFailed
 from phalanx.launch.local import run_ranks
 from phalanx.parallel import reduce
-from phalanx.parallel.context.split import attention_of
 from phalanx.parallel.skeleton import blocks_of
 from phalanx.strategy import Strategy
 from phalanx.train.evaluate import Evaluation
@@ -57,7 +56,7 @@ from phalanx.verify.compare import (
     within,
     worst,
 )
-from phalanx.verify.locate import Recorded, locate
+from phalanx.verify.locate import Recorded, locate, positions_of
 from phalanx.verify.record import Case, CaseRun, Observer
 from phalanx.verify.reference import MOMENTS, NORMS, StepRecord, evaluating
 from phalanx.verify.routing import Route, RouteRecorder, compare_routes, joined
@@ -264,8 +263,8 @@ class Witness(Observer):
         # Of this rank, to be compared when the run has ended.
         self._steps, self._evaluations, self._idle = list[int](), list[int](), list[str]()
         self._is_kept = True
-        order = attention_of(proof.strategy).order if proof.strategy.cp.degree > 1 else None
-        self._routes = RouteRecorder(run.step.model, run.step.run, order, run.comm.coord("cp"))
+        positions = positions_of(proof.strategy, run.comm)
+        self._routes = RouteRecorder(run.step.model, run.step.run, positions)
         self._training, self._weights = self._in_training(), self._bits_of_weights()
         self._block_types = set[torch.dtype]()
         for _, block in blocks_of(run.step.model) if proof.precision else ():

@@ -11,7 +11,7 @@ tie below. In narrow types, where many tokens tie, the reference replays the rou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from phalanx.models.experts import Router
 from phalanx.parallel.accumulate import Runner
-from phalanx.parallel.context.positions import PositionOrder
 from phalanx.verify.compare import Difference, limit_of
 from phalanx.verify.reference import Routed
 from phalanx.verify.settings import ROUTING
@@ -32,7 +31,7 @@ class Route(NamedTuple):
     Attributes:
         router: name of the router.
         rows_B: rows, numbered over all steps.
-        positions_T: positions in the row; under cp some are padding beyond its end.
+        positions_T: positions in the row; some may be padding beyond its end.
     """
 
     router: str
@@ -49,11 +48,11 @@ class RouteRecorder:
     """
 
     def __init__(
-        self, model: torch.nn.Module, runner: Runner, order: PositionOrder | None, coord: int
+        self, model: torch.nn.Module, runner: Runner, positions: Callable[[int], Tensor]
     ) -> None:
-        """Register the hooks; `order` is cp's order of positions, `coord` this rank's on cp."""
+        """Register the hooks; `positions` is of `locate.positions_of`."""
         self.is_on = False
-        self._runner, self._order, self._coord = runner, order, coord
+        self._runner, self._positions = runner, positions
         self._latest: dict[tuple[str, int], Tensor] = {}
         for name, module in model.named_modules():
             if isinstance(module, Router):
@@ -64,16 +63,13 @@ class RouteRecorder:
             self._latest[name, self._runner.microbatch] = output[0].detach().cpu()
 
     def take(self, rows: Sequence[Tensor]) -> list[Route]:
-        """Return the routes since the last call; `rows` are those of each microbatch."""
+        """Return the routes since the last call; `rows` has the rows of each microbatch."""
         routes: list[Route] = []
         for (name, number), experts_Nk in self._latest.items():
             rows_B = rows[number].cpu()
             length = len(experts_Nk) // max(1, len(rows_B))
-            positions_T = torch.arange(length)
-            if self._order is not None:
-                positions_T = self._order.positions(self._coord, length)
             experts_BTk = experts_Nk.view(len(rows_B), length, experts_Nk.shape[1])
-            routes.append(Route(name, rows_B, positions_T, experts_BTk))
+            routes.append(Route(name, rows_B, self._positions(length), experts_BTk))
         self._latest.clear()
         return routes
 

@@ -33,7 +33,6 @@ from phalanx.parallel.tensor.layout import Layout
 from phalanx.parallel.tensor.spec import Spec
 from phalanx.verify.compare import same
 
-
 Contribution = tuple[tuple[int, ...], Tensor]
 """Offset of a part of a parameter, and its gradient."""
 
