@@ -135,6 +135,17 @@ def test_a_fused_weight_has_one_moment() -> None:
     assert set(dry_state(optimizer, optimizer.param_groups[0]) or {}) == {"momentum_buffer"}
 
 
+def test_frozen_parameters_are_in_no_group() -> None:
+    model = Decoder(SHAPE)
+    trained = {
+        parameter.requires_grad_(name in ("output.weight", "blocks.0.attention.q.weight"))
+        for name, parameter in model.named_parameters()
+    }
+    trained = {parameter for parameter in trained if parameter.requires_grad}
+    assert len(trained) == 2
+    assert {p for group in muon_groups(model) for p in group["params"]} == trained
+
+
 def test_what_muon_does_not_take() -> None:
     with pytest.raises(ScriptError, match=r"a parameter has the shape \(4,\); expected a matrix"):
         Muon([nn.Parameter(torch.zeros(4))])

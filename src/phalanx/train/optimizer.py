@@ -345,7 +345,7 @@ def hidden_matrices(parameters: Mapping[str, nn.Parameter]) -> list[str]:
 
 
 def muon_groups(model: nn.Module, roles: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """Return the parameter groups of a `Muon` for a model, by the roles of its modules under tp.
+    """Return the groups of a `Muon` for a model's trained parameters, by its modules' roles in tp.
 
     Weights of column and row maps go to Muon, fused ones (queries, keys and values, or gate and up)
     part by part; all other parameters to AdamW, vectors without weight decay. So do fused weights
@@ -370,9 +370,11 @@ def muon_groups(model: nn.Module, roles: Mapping[str, str] | None = None) -> lis
     of_muon: dict[tuple[int, ...], list[nn.Parameter]] = {}
     matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         if name in hidden:
             of_muon.setdefault(hidden[name], []).append(parameter)
-        elif parameter.requires_grad:
+        else:
             (matrices if parameter.ndim > 1 else vectors).append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": some, "parts": parts} for parts, some in of_muon.items()
