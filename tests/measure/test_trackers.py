@@ -11,6 +11,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from measure.test_logs import lines_of, plain_console, record
 from phalanx.measure import logs
+from phalanx.measure.expert_load import Routing
 from phalanx.measure.logs import RunLog
 from phalanx.measure.trackers import TensorBoard, memory_pixels
 from phalanx.report.inline_svg import COLORS
@@ -40,6 +41,12 @@ RANKS = {
 }
 
 
+ROUTING = Routing(
+    layers=[3, 4], counts=[[4, 2, 2, 0], [2, 2, 2, 2]], entropy=[0.75, 1.0], expert_load=[2.0, 1.0],
+    rank_load=[1.5, 1.0], dropped=[0.25, 0.0], aux_loss=0.25, z_loss=0.0,
+)  # fmt: skip
+
+
 def curves_of(run: Path) -> EventAccumulator:
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
@@ -58,6 +65,7 @@ def test_tensorboard_gets_every_record(tmp_path: Path) -> None:
         log.step(record(2, loss=2.0, mfu=None))
         log.note("step", {"step": 3, "loss": 1.5})  # of a process that was lost
         log.evaluation(2, 2.25, {"bits_per_byte": 1.5})
+        log.routing(2, 2.0, ROUTING)
         log.note("ranks", RANKS)
         for rank in range(2):  # of one stage
             log.note("memory", {**MEMORY, "rank": rank})
@@ -70,6 +78,10 @@ def test_tensorboard_gets_every_record(tmp_path: Path) -> None:
     assert points(events, "train/tokens_per_s")[0] == (1, 12345.6)
     assert points(events, "time/backward_s")[0] == (1, 0.375)
     assert points(events, "validation/bits_per_byte") == [(2, 1.5)]
+    assert points(events, "routing/token_loss") == [(2, 1.75)]
+    assert points(events, "routing/rank_load") == [(2, 1.25)]
+    assert points(events, "routing_load/layer3") == [(2, 2.0)]
+    assert points(events, "routing_entropy/layer4") == [(2, 1.0)]
     assert points(events, "time_ranks/forward_median") == [(2, 0.225)]
     assert points(events, "time_ranks/forward_max") == [(2, 0.45)]
     assert points(events, "exposed/dp") == [(2, 0.02)]

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
+from typing import Any
 
 from phalanx.measure.spans import ComputeSpan, StepSpans
+from phalanx.report.inline_svg import HeatMap
 from phalanx.review.run_records import read_run
-from phalanx.review.sections import BUCKETS, medians_of, sections_of_run, thinned
+from phalanx.review.sections import BUCKETS, DRAWN_LAYERS, medians_of, sections_of_run, thinned
 from recorded_run import config, spans, step, write_run
+
+BOX = re.compile(r"M([\d.]+) [\d.]+h([\d.]+)v")
+"""Left and width of a cell of a heat map."""
 
 
 def test_a_long_curve_keeps_its_ends_and_the_extremes_of_each_part() -> None:
@@ -52,3 +58,39 @@ def test_the_step_is_drawn_of_the_ranks_that_took_it(tmp_path: Path) -> None:
             ).write(folder)  # fmt: skip
     sections = {each.title: each.values() for each in sections_of_run(read_run(folder))}
     assert sections["A profiled step"][0] == "Step 5, profiled on 2 ranks."
+
+
+def routing(number: int, num_layers: int, num_experts: int) -> dict[str, Any]:
+    counts = [[n % 7 for n in range(num_experts)] for _ in range(num_layers)]
+    figures = {"entropy": 0.5, "expert_load": 2.0, "rank_load": 1.5, "dropped": 0.0}
+    losses = {"token_loss": 3.0, "aux_loss": 0.5, "z_loss": 0.25}
+    layers = {name: [each] * num_layers for name, each in figures.items()}
+    place = {"kind": "routing", "step": number, "layers": [*range(num_layers)], "counts": counts}
+    return {**place, **layers, **losses, "mean": figures}
+
+
+def test_the_picture_of_many_experts_is_bounded(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, config("ep2"), *(routing(n, 100, 300) for n in (1, 2))))
+    (section,) = [each for each in sections_of_run(run) if each.title == "Routing to experts"]
+    maps = [part for part in section.parts if isinstance(part, HeatMap)]
+    assert [each.title[:30] for each in maps] == [
+        f"Load of each expert in step {n}," for n in (1, 2)
+    ]
+    for each in maps:
+        assert len(each.rows) == 50 <= DRAWN_LAYERS
+        assert {len(row) for row in each.rows.values()} == {100} and each.group == 3
+        svg = each.svg("/place")
+        left, right = zip(*((float(x), float(w)) for x, w in BOX.findall(svg)), strict=True)
+        assert min(left) >= 62 and max(x + w for x, w in zip(left, right, strict=True)) <= 640
+        height = float(svg.partition('viewBox="0 0 640 ')[2].partition('"')[0])
+        assert max(float(y) for y in re.findall(r'[M"]\S+ ([\d.]+)h', svg)) < height
+
+
+def test_a_run_without_experts_has_no_section_of_them(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, config("dp2"), step(1)))
+    assert "Routing to experts" not in [each.title for each in sections_of_run(run)]
+
+
+def test_a_resumed_run_replaces_the_routing_that_it_records_again(tmp_path: Path) -> None:
+    folder = write_run(tmp_path, config("ep2"), *(routing(n, 2, 4) for n in (1, 5, 9, 5)))
+    assert [*read_run(folder).routing] == [1, 5]

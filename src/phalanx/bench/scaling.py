@@ -43,7 +43,7 @@ ONE_RANK = "dp1"
 
 METHODS: Final = (
     *("dp", "dp:naive", "dp2,fsdp", "fsdp", "fsdp:zero2", "fsdp:zero1"),
-    *(axis for axis in AXES if axis not in ("dp", "fsdp")),
+    *(axis for axis in AXES if axis not in ("dp", "fsdp", "ep")),  # the model has no experts
 )
 """Methods that are measured by default: strategies in which one axis has no degree yet."""
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from phalanx.errors import TrainingError
+from phalanx.measure.expert_load import Routing
 from phalanx.measure.rank_times import RankWindow
-from phalanx.measure.routing import Routing
 from phalanx.measure.timer import StepTimes
 from phalanx.measure.trackers import TensorBoard, Tracker, has_tensorboard
 from phalanx.report.output import OTHER_FOLDER, json_text, values_of, writing

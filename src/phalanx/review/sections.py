@@ -213,7 +213,7 @@ def _routing(run: RunRecords) -> Parts:
         "entropy": "entropy of the load, 1 is even",
         "expert_load": "busiest expert / mean",
         "rank_load": "busiest rank of ep / mean",
-        "dropped": "share of dropped selections",
+        "dropped": "part of selections dropped",
     }
     rows = [(text, first["mean"][name], last["mean"][name]) for name, text in names.items()]
     for name in ("token_loss", "aux_loss", "z_loss"):

@@ -16,7 +16,7 @@ from phalanx.report.svg import LETTER, ROW, Box, SvgDrawing
 from phalanx.report.tabular import Table
 from phalanx.show.lanes import draw_lanes, height_of_lanes
 from phalanx.show.served_job import draw_roles, height_of_roles
-from phalanx.show.shown import Frame, Lanes, ServedJob, Shown, Strip
+from phalanx.show.shown import Frame, Lanes, ServedJob, Shown, Sketch, Strip
 from phalanx.show.tables import sent_text
 
 # In pixels.
@@ -29,7 +29,7 @@ LETTERS: Final = 140
 
 BOX, CHANGED, ARROW = "#e8eef6", "#fbe3a2", "#b04a2f"
 
-Part = Strip | Table | Lanes | ServedJob | str
+Part = Strip | Sketch | Table | Lanes | ServedJob | str
 
 
 def draw(shown: Shown, path: Path) -> None:
@@ -62,6 +62,8 @@ def _height(part: Part) -> float:
         return height_of_lanes(part) + GAP
     if isinstance(part, ServedJob):
         return height_of_roles(part) + GAP
+    if isinstance(part, Sketch):
+        return ROW * (len(part.lines) + 1) + GAP
     layout = _Places(part)
     return 2 * layout.radius_y + layout.height + 3 * ROW + GAP
 
@@ -75,6 +77,10 @@ def _draw_part(drawing: SvgDrawing, part: Part, top: float, *, is_title: bool) -
         drawing.table(part, MARGIN, top)
     elif isinstance(part, Lanes):
         draw_lanes(drawing, part, MARGIN, top)
+    elif isinstance(part, Sketch):
+        drawing.texts([(MARGIN, top + 12, part.title)], weight="bold")
+        lines = [(MARGIN, top + 12 + ROW * at, line) for at, line in enumerate(part.lines, 1)]
+        drawing.texts(lines, 14, is_mono=True)  # in which vertical lines of rows meet
     elif isinstance(part, ServedJob):
         draw_roles(drawing, part, MARGIN, top)
     else:

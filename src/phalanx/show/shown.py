@@ -123,18 +123,26 @@ class ServedJob:
 
 
 @dataclass(frozen=True)
+class Sketch:
+    """A picture of characters of one width, at most 100 in a line."""
+
+    title: str
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True)
 class Shown:
     """Result of a topic.
 
     Attributes:
         about: introductory sentences.
-        parts: strips, tables, timelines, processes and sentences, in order.
+        parts: strips, sketches, tables, timelines, processes and sentences, in order.
         in_torch: equivalent call of torch; empty if there is none to show.
         document: document of --json; None for the result itself.
     """
 
     title: str
     about: Sequence[str]
-    parts: Sequence[Strip | Table | Lanes | ServedJob | str]
+    parts: Sequence[Strip | Sketch | Table | Lanes | ServedJob | str]
     in_torch: str = ""
     document: Any = None

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from phalanx.report.tabular import Line, Number, Part, Table
 from phalanx.report.units import percent
-from phalanx.show.shown import Frame, Lanes, Outcome, ServedJob, Shown, Strip
+from phalanx.show.shown import Frame, Lanes, Outcome, ServedJob, Shown, Sketch, Strip
 
 
 def printed(shown: Shown) -> Iterator[Part]:
@@ -25,6 +25,9 @@ def printed(shown: Shown) -> Iterator[Part]:
                 yield _table_of(part.heads, frame)
         elif isinstance(part, Lanes):
             yield from _lanes(part)
+        elif isinstance(part, Sketch):
+            yield Line(part.title, "bold")
+            yield from (Line(line, wraps=False) for line in part.lines)
         elif isinstance(part, ServedJob):
             yield from _roles(part)
         else:

@@ -117,6 +117,12 @@ LESSONS: Final[Mapping[str, Mapping[str, Topic]]] = {
     "Context and tensor parallelism": _steps(
         *(name for name in STRATEGIES if name not in (*OF_STATE, "recompute"))
     ),
+    "Experts": {
+        "experts": Topic(
+            "the way of rows to experts of another rank and back, drawn from a step",
+            "expert_rows ShowExperts show_experts",
+        ),
+    },
     "Parameter servers": {
         "parameter-server": Topic(
             "roles, worker groups; a master's link and a ring; four consistencies",

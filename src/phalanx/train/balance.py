@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.comm.comm import Comm
-from phalanx.measure.routing import Routing
+from phalanx.measure.expert_load import Routing
 from phalanx.models.decoder import Decoder
 from phalanx.models.experts import Load, Router
 
@@ -130,11 +130,11 @@ class Balance:
         self.losses = torch.stack([shape.aux_loss * aux, z_loss])
         return self.losses.sum()
 
-    def recorded(self) -> Tensor:
-        """Return the numbers that `routing` takes, float64; none unless the step is recorded."""
+    def recorded(self) -> list[Tensor]:
+        """Return the numbers that `routing` takes; none unless the step is recorded."""
         if self.shape is None or not (self.is_recorded and self.is_reduced):
-            return self.losses[:0]
-        return torch.cat([self.losses.to(self.counts.device), self.counts.flatten()])
+            return []
+        return [self.losses, self.counts]
 
     def routing(self, numbers: Sequence[float]) -> Routing | None:
         """Return the routing of the step whose `recorded` numbers these are."""

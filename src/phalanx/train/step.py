@@ -25,7 +25,7 @@ from phalanx.comm.ledger import Phase
 from phalanx.comm.ranges import named
 from phalanx.config import OptimizerConfig
 from phalanx.errors import TrainingError
-from phalanx.measure.routing import Routing
+from phalanx.measure.expert_load import Routing
 from phalanx.measure.timer import Term
 from phalanx.parallel.accumulate import Accumulate, Runner
 from phalanx.train.balance import Balance
@@ -159,10 +159,11 @@ class Step:
         self.run(microbatches, forward, scale, self.phase)
         if self.balance.needs_counts:
             balance()
+        elif self.balance.is_recorded:
+            with self.phase("metrics"):
+                self.balance.reduce(torch.ones_like(loss_sum))
         self.balance.end()
         with self.phase("metrics"):
-            if self.balance.is_recorded:
-                self.balance.reduce(torch.ones_like(loss_sum))
             loss = self.comm.all_reduce(loss_sum, "loss") / divisor
         if self.balance.has_losses:
             loss = loss + self.balance.loss()
@@ -180,7 +181,7 @@ class Step:
             norm = self.norm(self.config.clip_p)
             # Read the scale by scaling 1: `get_scale` would synchronize once more.
             scale = self.scaler.scale(torch.ones_like(loss))
-            values, recorded = _read(self.balance.recorded(), loss, norm, num_valid, scale)
+            values, recorded = _read(loss, norm, num_valid, scale, *self.balance.recorded())
         is_finite = math.isfinite(values.loss) and math.isfinite(values.norm)
         if not is_finite and self.run.reducer is not None:
             self.run.reducer.reset_error_feedback()
@@ -261,13 +262,11 @@ class _HostValues(NamedTuple):
     scale: float
 
 
-def _read(
-    recorded: torch.Tensor, loss: torch.Tensor, *others: torch.Tensor
-) -> tuple[_HostValues, list[float]]:
-    """Copy 0-d tensors, and the numbers of a record, to the host in one transfer.
+def _read(loss: torch.Tensor, *others: torch.Tensor) -> tuple[_HostValues, list[float]]:
+    """Copy tensors to the host in one transfer, which waits for all kernels launched before.
 
-    It waits for all kernels launched before.
+    The first four are 0-d; what further ones hold is returned after their values.
     """
-    wide = [number.to(loss.device, torch.float64).reshape(1) for number in (loss, *others)]
-    numbers = torch.cat([*wide, recorded.to(loss.device)]).tolist()
-    return _HostValues(*numbers[: len(wide)]), numbers[len(wide) :]
+    wide = [each.to(loss.device, torch.float64).flatten() for each in (loss, *others)]
+    numbers = torch.cat(wide).tolist()
+    return _HostValues(*numbers[:4]), numbers[4:]

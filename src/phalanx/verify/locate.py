@@ -143,7 +143,7 @@ def _gaps(
     sums: dict[Key, float] = {}
     for made, _ in expected:
         key, reference = made.key, made.tensor
-        for event in ours[key].values():
+        for event in ours.get(key, {}).values():
             if event.tensor.ndim == reference.ndim == 0 and key.kind in (Kind.INPUT, Kind.OUTPUT):
                 sums[key] = sums.get(key, 0.0) + float(event.tensor)
             elif pair := aligner.pair(event, reference, rows[event.microbatch]):

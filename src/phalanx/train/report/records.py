@@ -21,13 +21,13 @@ from phalanx.config.profile_options import ProfileOptions
 from phalanx.launch.failure import READER_LEFT
 from phalanx.launch.launched import is_restarted
 from phalanx.measure.environment import device_name, environment
+from phalanx.measure.expert_load import Routing
 from phalanx.measure.logs import RunLog, StepRecord
 from phalanx.measure.memory import MemoryAccount, MemoryLedger, allocator_snapshot
 from phalanx.measure.peaks import Arithmetic, peak_of
 from phalanx.measure.products import ProductTypes, quick_ceiling
 from phalanx.measure.rank_places import gathered
 from phalanx.measure.rank_times import RankWindow, window_of
-from phalanx.measure.routing import Routing
 from phalanx.measure.timer import StepTimer, StepTimes
 from phalanx.measure.utilization import Utilization
 from phalanx.planner.calibration import blank
@@ -60,6 +60,11 @@ ROUTING_RECORDS = 200
 
 MEASURED_STEPS = 10_000
 """Number of latest steps whose times and losses are kept."""
+
+
+def records_routing(number: int, num_steps: int) -> bool:
+    """Return whether step `number` of `num_steps` records the routing: also the first and last."""
+    return number in (1, num_steps) or number % -(-num_steps // ROUTING_RECORDS) == 0
 
 
 class Records:
@@ -179,10 +184,11 @@ class Records:
     def watching(self, microbatches: Sequence[Any]) -> Generator[None]:
         """Measure the step inside: also bytes in LEDGER_STEP, and memory in MEMORY_STEP."""
         del microbatches
-        step, every = self.session.step, -(-self.session.num_steps // ROUTING_RECORDS)
-        number = step.steps_done + 1
-        is_end = number in (1, self.session.num_steps)
-        step.balance.is_recorded = is_end or number % every == 0
+        step = self.session.step
+        # A worker of parameter servers knows the loads of its own tokens alone.
+        step.balance.is_recorded = not self.session.strategy.is_served and records_routing(
+            step.steps_done + 1, self.session.num_steps
+        )
         # Not in a profiled step, whose trace would have the time that a memory ledger takes.
         recorder = None if self.profile is None else self.profile.recorder
         counted: Ledger | None = recorder

@@ -10,10 +10,10 @@ import torch
 from phalanx.checkpoint import manifest
 from phalanx.comm.ledger import Entry
 from phalanx.hugging_face.companions import TOKENIZER
+from phalanx.measure.expert_load import Routing
 from phalanx.measure.memory_report import MemoryReport, resident_peak_bytes
 from phalanx.measure.rank_places import Placement
 from phalanx.measure.rank_times import RankSummary, summarize_ranks
-from phalanx.measure.routing import Routing
 from phalanx.measure.straggler import accuse
 from phalanx.measure.summary import StepSummary, advice, summarize
 from phalanx.measure.utilization import Utilization

@@ -21,7 +21,7 @@ class Routing:
         expert_load: selections of the busiest expert / the mean of all experts.
         rank_load: selections of the busiest rank of ep / the mean of these ranks; 1 without ep.
             Groups of ep that have the same experts count as one.
-        dropped: share of the selections that a capacity dropped.
+        dropped: part of the selections that a capacity dropped.
         aux_loss: the balancing loss, with its coefficient, which the loss contains.
         z_loss: the z loss, likewise.
     """
