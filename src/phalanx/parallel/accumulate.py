@@ -97,8 +97,6 @@ class Accumulate(Runner):
             self.reducer.finish(phase)
 
     @override
-    def infer(
-        self, microbatch: Any, forward: Forward, phase: Phase = no_phase
-    ) -> torch.Tensor:
+    def infer(self, microbatch: Any, forward: Forward, phase: Phase = no_phase) -> torch.Tensor:
         with torch.no_grad():
             return forward(microbatch)
