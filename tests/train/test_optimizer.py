@@ -130,6 +130,22 @@ def test_groups_of_the_decoder() -> None:
     assert keys == [{"step", "exp_avg", "exp_avg_sq"}] * 2 + [{"momentum_buffer"}]
 
 
+def test_a_fused_weight_has_one_moment() -> None:
+    optimizer = Muon([{"params": matrices((12, 4)), "parts": (4, 1, 1)}])
+    assert set(dry_state(optimizer, optimizer.param_groups[0]) or {}) == {"momentum_buffer"}
+
+
+def test_frozen_parameters_are_in_no_group() -> None:
+    model = Decoder(SHAPE)
+    trained = {
+        parameter.requires_grad_(name in ("output.weight", "blocks.0.attention.q.weight"))
+        for name, parameter in model.named_parameters()
+    }
+    trained = {parameter for parameter in trained if parameter.requires_grad}
+    assert len(trained) == 2
+    assert {p for group in muon_groups(model) for p in group["params"]} == trained
+
+
 def test_what_muon_does_not_take() -> None:
     with pytest.raises(ScriptError, match=r"a parameter has the shape \(4,\); expected a matrix"):
         Muon([nn.Parameter(torch.zeros(4))])

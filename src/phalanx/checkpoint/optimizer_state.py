@@ -118,7 +118,8 @@ def dry_state(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dic
     parameter.grad = torch.ones_like(parameter)
     dry = copy.copy(optimizer)
     dry.state = defaultdict(dict)
-    dry.param_groups = [{**group, "params": [parameter]}]
+    # One matrix, because the parts of a fused weight of Muon need not divide the dummy's rows.
+    dry.param_groups = [{**group, "params": [parameter], "parts": (1,)}]
     try:
         dry.step()
     except Exception:  # a user's optimizer may raise anything on an unknown parameter

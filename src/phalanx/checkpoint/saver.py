@@ -125,9 +125,9 @@ class Saver:
     ) -> str | None:
         """Allocate the host memory for the copy of this rank's shards, before the first step.
 
-        The size includes the moments of Adam, which exist only after the first step. `free_bytes`
-        limits the allocation; None sets no limit. Return a warning to show the user if the memory
-        is too small, in which case steps wait for each save; None otherwise.
+        The size includes the moments of the optimizer, which exist only after the first step.
+        `free_bytes` limits the allocation; None sets no limit. Return a warning to show the user if
+        the memory is too small, in which case steps wait for each save; None otherwise.
         """
         held = local_shards_with_moments(model, optimizer)
         tensors = [held[name].local for name in self._ours(held)]

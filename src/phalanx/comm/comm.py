@@ -242,7 +242,7 @@ class Comm(ABC):
         Args:
             rows: [M, ...], the rows of this rank in the order of `counts.groups`.
             axis: the axis.
-            counts: rows that all ranks send, from `gather_counts`: equal on all ranks.
+            counts: rows that all ranks send, equal on all ranks, as from `gather_counts`.
         """
         return self.exchange_rows_start(rows, axis, counts).wait()
 

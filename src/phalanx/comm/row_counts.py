@@ -5,9 +5,10 @@
          rank 1          4  1  0      rank 0 receives  |0 0|1 1 1 1|      6 rows, sorted by source
          rank 2          0  0  0      rank 2 sends nothing, and takes part
 
-All ranks know the full matrix, because each gathers it once from all others. So what one rank sends
-and what another expects cannot differ, a reader of shared memory finds its rows in the memory of a
-peer, and the transposed matrix has the sizes of the way back.
+All ranks know the full matrix: of routed rows each gathers it once from all others, and of matrices
+that move to their owners each computes it. So what one rank sends and what another expects cannot
+differ, a reader of shared memory finds its rows in the memory of a peer, and the transposed matrix
+has the sizes of the way back.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Numbers of rows that the ranks of an axis send each other; `Comm.gather_counts` makes one.
+    """Numbers of rows that the ranks of an axis send each other, equal on all of them.
 
     Attributes:
         groups: for each rank, the rows that it sends of each group; the number of ranks N divides

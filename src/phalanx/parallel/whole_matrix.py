@@ -241,10 +241,9 @@ class Owners:
 
     def _coord(self, matrix: Matrix, name: str) -> int:
         """Return the owner's row-major index among the ranks of an axis or a flattened axis."""
-        number = 0
-        for axis in self._comm.axes_of(name):
-            number = number * self._comm.axes[axis] + matrix.owner[axis]
-        return number
+        axes = self._comm.axes_of(name)
+        sizes = [self._comm.axes[axis] for axis in axes]
+        return int(np.ravel_multi_index([matrix.owner[axis] for axis in axes], sizes))
 
     def _owns(self, matrix: Matrix, names: Iterable[str]) -> bool:
         """Return whether this rank has the owner's coordinates on the axes `names`."""

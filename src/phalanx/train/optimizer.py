@@ -101,6 +101,7 @@ def step_matrices(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, A
     narrower type loses nothing.
     """
     owners: Owners | None = getattr(optimizer, "owners", None)
+    found: dict[Tensor, dict[str, Any]]
     found = {p: group for group in groups for p in group["params"] if p.grad is not None}
     known = {} if owners is None else dict.fromkeys(owners.parameters)
     here = {p: group for p, group in found.items() if p not in known}
@@ -112,18 +113,18 @@ def step_matrices(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, A
                 "all of its parameters"
             )
     for of in (_owners(SingleRankComm(), here), *([] if owners is None else [owners])):
-        used: dict[torch.dtype, list[int]] = {}
+        used: dict[torch.dtype, dict[int, dict[str, Any]]] = {}
         for number, parameter in enumerate(of.parameters):
-            if (group := found.get(cast(nn.Parameter, parameter))) is not None:
+            if (group := found.get(parameter)) is not None:
                 # Without a setting bfloat16, as in torch.optim.Muon.
                 narrow: torch.dtype = getattr(torch, group.get("ns_dtype") or "bfloat16")
                 dtype = parameter.dtype if parameter.dtype == torch.float64 else narrow
-                used.setdefault(dtype, []).append(number)
-        for dtype, numbers in used.items():
-            _step_in(of, optimizer.state, found, numbers, dtype)
+                used.setdefault(dtype, {})[number] = group
+        for dtype, groups_of_numbers in used.items():
+            _step_in(of, optimizer.state, groups_of_numbers, dtype)
 
 
-def _owners(comm: Comm, groups: Mapping[nn.Parameter, Mapping[str, Any]]) -> Owners:
+def _owners(comm: Comm, groups: Mapping[Tensor, Mapping[str, Any]]) -> Owners:
     rows = [matrices_of(parameter.shape, group) for parameter, group in groups.items()]
     return Owners(comm, list(groups), rows, newton_schulz_flops)
 
@@ -131,42 +132,34 @@ def _owners(comm: Comm, groups: Mapping[nn.Parameter, Mapping[str, Any]]) -> Own
 def _step_in(
     owners: Owners,
     state: dict[Any, Any],
-    groups: Mapping[nn.Parameter, Mapping[str, Any]],
-    used: Sequence[int],
+    groups: Mapping[int, Mapping[str, Any]],
     dtype: torch.dtype,
 ) -> None:
-    def tensors_of(each: Matrix) -> tuple[Tensor, Tensor, Tensor, Mapping[str, Any]]:
-        parameter = cast(nn.Parameter, owners.parameters[each.parameter])
-        buffer, gradient = state[parameter]["momentum_buffer"], parameter.grad
-        assert gradient is not None, "only parameters with a gradient are used"
-        shards = (local_shard(t.detach()) for t in (parameter, gradient, buffer))
-        rows, gradient, buffer = map(each.local, shards)
-        return rows, gradient, buffer, groups[parameter]
-
-    for number in used:
-        parameter = cast(nn.Parameter, owners.parameters[number])
-        gradient, kept = parameter.grad, state[parameter]
-        assert gradient is not None, "only parameters with a gradient are used"
+    """Step the parameters whose numbers are the keys of `groups`, by iterations in `dtype`."""
+    shards: dict[int, Sequence[Tensor]] = {}
+    for number, group in groups.items():
+        parameter = owners.parameters[number]
+        gradient, kept = cast(Tensor, parameter.grad), state[parameter]
         if "momentum_buffer" not in kept:
-            kept["momentum_buffer"] = torch.zeros_like(
-                gradient, memory_format=torch.preserve_format
-            )
-        weight = 1 - groups[parameter]["momentum"]
-        local_shard(kept["momentum_buffer"]).lerp_(local_shard(gradient), weight)
+            kept["momentum_buffer"] = torch.zeros_like(gradient)
+        tensors = (parameter.detach(), gradient, kept["momentum_buffer"])
+        shards[number] = _, gradient, buffer = [local_shard(tensor) for tensor in tensors]
+        buffer.lerp_(gradient, 1 - group["momentum"])
 
     def direction(each: Matrix) -> Tensor:
-        _, gradient, buffer, group = tensors_of(each)
+        group = groups[each.parameter]
+        gradient, buffer = map(each.local, shards[each.parameter][1:])
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
-    for each in owners.rounds(used, dtype.itemsize):
+    for each in owners.rounds(groups, dtype.itemsize):
         wholes = owners.gather(each, direction, dtype)
         for matrix, whole in wholes.items():
-            group = groups[cast(nn.Parameter, owners.parameters[matrix.parameter])]
+            group = groups[matrix.parameter]
             how = (group["ns_coefficients"], group["ns_steps"], group["eps"])
             flat = whole.view(whole.shape[-2:])
             wholes[matrix] = orthogonalize(flat, *how).reshape(whole.shape)
         for matrix, update in owners.scatter(each, wholes, dtype).items():
-            rows, *_, group = tensors_of(matrix)
+            group, rows = groups[matrix.parameter], matrix.local(shards[matrix.parameter][0])
             rate = float(group["lr"])
             rows.mul_(1 - rate * group["weight_decay"])
             rows.add_(update, alpha=-rate * rate_ratio(group["adjust_lr_fn"], matrix.shape))
@@ -352,7 +345,7 @@ def hidden_matrices(parameters: Mapping[str, nn.Parameter]) -> list[str]:
 
 
 def muon_groups(model: nn.Module, roles: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
-    """Return the parameter groups of a `Muon` for a model, by the roles of its modules under tp.
+    """Return the groups of a `Muon` for a model's trained parameters, by its modules' roles in tp.
 
     Weights of column and row maps go to Muon, fused ones (queries, keys and values, or gate and up)
     part by part; all other parameters to AdamW, vectors without weight decay. So do fused weights
@@ -377,9 +370,11 @@ def muon_groups(model: nn.Module, roles: Mapping[str, str] | None = None) -> lis
     of_muon: dict[tuple[int, ...], list[nn.Parameter]] = {}
     matrices, vectors = list[nn.Parameter](), list[nn.Parameter]()
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         if name in hidden:
             of_muon.setdefault(hidden[name], []).append(parameter)
-        elif parameter.requires_grad:
+        else:
             (matrices if parameter.ndim > 1 else vectors).append(parameter)
     groups: list[dict[str, Any]] = [
         {"params": some, "parts": parts} for parts, some in of_muon.items()
