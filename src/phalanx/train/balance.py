@@ -54,8 +54,9 @@ class Balance:
         self.losses = torch.zeros(2, dtype=torch.float64)
         self._routers = [each for each in model.modules() if isinstance(each, Router)]
         # A stage of a pipeline may have no router, and yet takes part in the all-reduce.
-        self.shape = model.shape.experts if isinstance(model, Decoder) else None
-        self._num_layers = model.shape.num_layers if isinstance(model, Decoder) else 0
+        decoder = next((each for each in model.modules() if isinstance(each, Decoder)), None)
+        self.shape = None if decoder is None else decoder.shape.experts
+        self._num_layers = 0 if decoder is None else decoder.shape.num_layers
 
     @property
     def has_losses(self) -> bool:
