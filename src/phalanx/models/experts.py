@@ -275,11 +275,10 @@ class MoE(nn.Module):
         num_experts = self.router.experts.num_experts
         experts_Nk, weights_Nk = self.router(x_ND, counted_N)
         order_M = experts_Nk.flatten().argsort(stable=True)
-        if self.training and (capacity := self.router.experts.capacity) is not None:
+        if self.training and self.router.experts.capacity is not None:
             experts_BTk = experts_Nk.view(*x_BTD.shape[:2], experts_Nk.shape[1])
             places_BTk, length = self.places(experts_BTk, num_experts)
-            most = math.ceil(capacity * experts_Nk.shape[1] * length / num_experts)
-            is_kept_Nk = places_BTk.view_as(experts_Nk) < most
+            is_kept_Nk = places_BTk.view_as(experts_Nk) < self.router.experts.limit(length)
             if counted_N is not None and self.router.load is not None:
                 self.router.load.count_dropped(~is_kept_Nk, counted_N)
             if not x_ND.is_meta:  # without values, all are kept

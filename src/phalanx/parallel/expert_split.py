@@ -25,7 +25,6 @@ expert and the rank of its token):
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -80,9 +79,8 @@ class ExpertSplit(Split):
         """
         shape, layers, rows = self._experts, self._num_layers, 0
         for num, length in microbatches:
-            mean = shape.top_k * length / shape.num_experts
-            most = length if shape.capacity is None else math.ceil(shape.capacity * mean)
-            rows += 2 * layers * num * min(shape.top_k * length, shape.num_experts * most)
+            most = shape.num_experts * shape.limit(length)
+            rows += 2 * layers * num * min(shape.top_k * length, most)
         away = rows * (self._num_ranks - 1) / self._num_ranks
         return self._entries(layers * len(microbatches), rows, away)
 

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections import Counter
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -348,7 +349,7 @@ class PlainMoE(nn.Module):
     def _fits(self, best: Tensor, capacity: float) -> Tensor:
         """Return 0 where an expert has its most tokens, from earlier positions, else 1."""
         num_rows, length, top_k = best.shape
-        most = math.ceil(capacity * top_k * length / self.router.experts.num_experts)
+        most = math.ceil(Fraction(str(capacity)) * top_k * length / len(self.experts.gate))
         fits = torch.ones_like(best)
         for row in range(num_rows):
             taken = Counter[int]()
