@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -64,10 +64,8 @@ class Load:
     def count(self, experts_Nk: Tensor, counted_N: Tensor, sums: Tensor) -> None:
         """Add the selections of the tokens that count, and the sums of their parts and squares."""
         num_experts = len(sums) - 1
-        selections_E = sums.new_zeros(num_experts, dtype=torch.float64)
         ones_Nk = counted_N[:, None].expand(experts_Nk.shape).double()
-        selections_E.scatter_add_(0, experts_Nk.flatten(), ones_Nk.flatten())
-        self.counts[:num_experts] += selections_E
+        self.counts[:num_experts].scatter_add_(0, experts_Nk.flatten(), ones_Nk.flatten())
         self.counts[num_experts:-1] += sums
 
     def count_dropped(self, is_dropped_Nk: Tensor, counted_N: Tensor) -> None:
@@ -235,13 +233,7 @@ class _ExpertProducts:
         return torch.cat([F.linear(x, weight_OI) for x, weight_OI in matrices])
 
 
-_Forward = TypeVar("_Forward", bound=Callable[..., Tensor])
-
-
-def _eagerly(forward: _Forward) -> _Forward:
-    """Let a compiled block call `forward` between two graphs."""
-    disable: Any = torch.compiler.disable
-    return disable(forward)
+_eagerly: Any = torch.compiler.disable
 
 
 class MoE(nn.Module):

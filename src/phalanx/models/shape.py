@@ -218,6 +218,11 @@ class ExpertShape(Parts):
         return self.aux_loss > 0 or self.z_loss > 0
 
     @property
+    def needs_loads(self) -> bool:
+        """Whether a step needs the loads of the global batch, for losses or for biases."""
+        return self.has_losses or self.bias_rate > 0
+
+    @property
     def without_losses(self) -> ExpertShape:
         """The experts without auxiliary losses, whose operations and messages are the same."""
         return replace(self, aux_loss=0.0, z_loss=0.0)

@@ -200,7 +200,7 @@ class Plan(Generic[Model]):
                 known = routed if number == 0 or routed is None else ()  # of all microbatches
                 of_forward = self._split_traffic([microbatch], known)
                 entries += [entry for entry in of_forward if entry.phase == "forward"]
-        if experts.has_losses or experts.bias_rate:
+        if experts.needs_loads:
             degrees = self.strategy.mesh_axes()
             num_bytes = 8 * shape.num_layers * (2 * experts.num_experts + 2)
             rows = [

@@ -66,7 +66,7 @@ class Balance:
     @property
     def needs_counts(self) -> bool:
         """Whether a step needs the loads of the global batch, for losses or for biases."""
-        return self.shape is not None and (self.shape.has_losses or self.shape.bias_rate > 0)
+        return self.shape is not None and self.shape.needs_loads
 
     def needs_first_pass(self, num_microbatches: int) -> bool:
         """Return whether forwards of their own count the step's tokens, see `ExpertShape`."""
@@ -141,14 +141,12 @@ class Balance:
         """Return the routing of the step whose `recorded` numbers these are."""
         if self.shape is None or not numbers:
             return None
-        size = self.shape.num_experts
-        layers = [*range(self.shape.first_dense, self._num_layers)]
-        begins = [2 + layer * (2 * size + 2) for layer in layers]
-        rows = [numbers[begin : begin + 2 * size + 2] for begin in begins]
+        size, first = self.shape.num_experts, self.shape.first_dense
+        rows_LC = torch.tensor(numbers[2:], dtype=torch.float64).view(self._num_layers, -1)[first:]
         return Routing.of(
-            layers,
-            [[*map(int, row[:size])] for row in rows],
-            [row[-1] for row in rows],
+            [*range(first, self._num_layers)],
+            rows_LC[:, :size].long().tolist(),
+            rows_LC[:, -1].tolist(),
             self.comm.size("ep"),
             (numbers[0], numbers[1]),
         )
