@@ -63,14 +63,13 @@ class ExpertSplit(Split):
         self._num_ranks = target.strategy.ep.degree
 
     def next_target(self) -> Target:
-        """Return the target in which a rank has E/N experts, with axes of their own."""
-        shapes, axes = dict(self.target.shapes), dict(self.target.axes)
+        """Return the target in which a rank has E/N experts."""
+        shapes = dict(self.target.shapes)
         for weight in self.target.skeleton.weights:
             if weight.is_expert:
                 num_experts, *others = self.target.shape(weight)
                 shapes[weight] = num_experts // self._num_ranks, *others
-                axes[weight] = EXPERT
-        return dataclasses.replace(self.target, shapes=shapes, axes=axes)
+        return dataclasses.replace(self.target, shapes=shapes)
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return the expected communication of a rank: each expert gets as many rows.

@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from phalanx.comm.axes import axes_of
 from phalanx.comm.comm import Ranks
 from phalanx.comm.dry_run import CountingComm
-from phalanx.comm.ledger import Entry, added
+from phalanx.comm.ledger import Entry, Tally
 from phalanx.comm.row_counts import RowCounts
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
@@ -207,7 +207,7 @@ class Plan(Generic[Model]):
                 ("balance", axis, "all_reduce", 1, num_bytes) for axis in axes_of("loss", degrees)
             ]
             entries += entries_of(rows, degrees.__getitem__)
-        return added(entries)
+        return Tally(entries).entries()
 
     def _split_traffic(
         self, microbatches: Sequence[tuple[int, int]], routed: Sequence[RowCounts] | None

@@ -236,7 +236,7 @@ class Owners:
                 sizes = counts.sent(me)
                 payload = sum(sizes) * itemsize
                 sent = sent_in_pieces(payload, sizes, me)
-                tally.add("optimizer", move.axis, "all_to_all", payload, sent)
+                tally.add(Entry("optimizer", move.axis, "all_to_all", 1, payload, sent))
         return tally.entries()
 
     def _coord(self, matrix: Matrix, name: str) -> int:
