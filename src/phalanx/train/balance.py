@@ -81,7 +81,7 @@ class Balance:
         self.counts = torch.zeros(size, dtype=torch.float64, device=self.comm.device)
         self.is_reduced = False
         for router in self._routers:
-            router.load = Load(self.counts[router.layer], has_losses=self.has_losses)
+            router.load = Load(self.counts[router.layer])
 
     @contextmanager
     def counting(self) -> Generator[None]:
