@@ -318,6 +318,13 @@ def test_illegal_experts(changes: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_a_limit_is_rounded_up_from_its_decimal_number() -> None:
+    of = dataclasses.replace(FEW, num_experts=4, top_k=3)
+    assert of.limit(1000) == 1000
+    assert dataclasses.replace(of, capacity=1.1).limit(1000) == 825  # 826 in binary
+    assert dataclasses.replace(of, capacity=1.1).limit(1001) == 826
+
+
 def test_illegal_experts_of_a_model() -> None:
     dense = dataclasses.replace(FEW, first_dense=2)
     with pytest.raises(ConfigError, match="none of 2 blocks has experts; the nearest is 1"):

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Self, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +41,7 @@ _ALIGNMENT = 16
 """Bytes that divide the strides of a grouped product's matrices."""
 
 
+@dataclass(eq=False)
 class Load:
     """What one router counts in a training step, and the slopes of its auxiliary losses.
 
@@ -50,30 +52,20 @@ class Load:
         counts: float64 [2 E + 2], summed over tokens: selections of each expert, also dropped ones;
             part of each expert in the scores; squared log-sum-exp of the logits; and dropped
             selections.
-        has_losses: whether the model has auxiliary losses.
         is_counting: whether forwards add to `counts`; not if backward runs a forward again.
         slopes: derivatives of the auxiliary losses by the sums of parts and of squares, [E + 1].
     """
 
-    def __init__(self, counts: Tensor, *, has_losses: bool) -> None:
-        self.counts = counts
-        self.has_losses = has_losses
-        self.is_counting = False
-        self.slopes: Tensor | None = None
+    counts: Tensor
+    is_counting: bool = False
+    slopes: Tensor | None = None
 
     def count(self, experts_Nk: Tensor, counted_N: Tensor, sums: Tensor) -> None:
         """Add the selections of the tokens that count, and the sums of their parts and squares."""
         num_experts = len(sums) - 1
-        selections_E = sums.new_zeros(num_experts, dtype=torch.float64)
         ones_Nk = counted_N[:, None].expand(experts_Nk.shape).double()
-        selections_E.scatter_add_(0, experts_Nk.flatten(), ones_Nk.flatten())
-        self.counts[:num_experts] += selections_E
+        self.counts[:num_experts].scatter_add_(0, experts_Nk.flatten(), ones_Nk.flatten())
         self.counts[num_experts:-1] += sums
-
-    def count_dropped(self, is_dropped_Nk: Tensor, counted_N: Tensor) -> None:
-        """Add the dropped selections of the tokens that count."""
-        if self.is_counting:
-            self.counts[-1] += (is_dropped_Nk & counted_N[:, None]).sum()
 
 
 class Router(nn.Module):
@@ -131,7 +123,7 @@ class Router(nn.Module):
             sums = (torch.cat([parts_NE, squares_N1], 1) * counted_N[:, None]).sum(0)
             if self.load.is_counting:
                 self.load.count(experts_Nk, counted_N, sums.detach())
-            if self.load.has_losses and self.gives_losses:
+            if self.experts.has_losses and self.gives_losses:
                 weights_Nk = cast(Tensor, _WithLosses.apply(weights_Nk, sums, self.load))
         return experts_Nk, weights_Nk
 
@@ -235,13 +227,7 @@ class _ExpertProducts:
         return torch.cat([F.linear(x, weight_OI) for x, weight_OI in matrices])
 
 
-_Forward = TypeVar("_Forward", bound=Callable[..., Tensor])
-
-
-def eagerly(forward: _Forward) -> _Forward:
-    """Let a compiled block call `forward` between two graphs."""
-    disable: Any = torch.compiler.disable
-    return disable(forward)
+eagerly: Any = torch.compiler.disable
 
 
 class MoE(nn.Module):
@@ -275,13 +261,13 @@ class MoE(nn.Module):
         num_experts = self.router.experts.num_experts
         experts_Nk, weights_Nk = self.router(x_ND, counted_N)
         is_kept_Nk = None
-        if self.training and (capacity := self.router.experts.capacity) is not None:
+        if self.training and self.router.experts.capacity is not None:
             experts_BTk = experts_Nk.view(*x_BTD.shape[:2], experts_Nk.shape[1])
             places_BTk, length = self.places(experts_BTk, num_experts)
-            most = math.ceil(capacity * experts_Nk.shape[1] * length / num_experts)
-            is_kept_Nk = places_BTk.view_as(experts_Nk) < most
-            if counted_N is not None and self.router.load is not None:
-                self.router.load.count_dropped(~is_kept_Nk, counted_N)
+            is_kept_Nk = places_BTk.view_as(experts_Nk) < self.router.experts.limit(length)
+            load = self.router.load
+            if counted_N is not None and load is not None and load.is_counting:
+                load.counts[-1] += (~is_kept_Nk & counted_N[:, None]).sum()
         routed = Routed(x_ND, experts_Nk, num_experts, is_kept_Nk)
         started = self.experts.start(routed.rows_MD, routed.counts_E)
         shared_ND = None if self.shared is None else self.shared(x_ND)  # while rows travel

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -67,14 +66,13 @@ class ExpertSplit(Split):
         self._num_ranks = target.strategy.ep.degree
 
     def next_target(self) -> Target:
-        """Return the target in which a rank has E/N experts, with axes of their own."""
-        shapes, axes = dict(self.target.shapes), dict(self.target.axes)
+        """Return the target in which a rank has E/N experts."""
+        shapes = dict(self.target.shapes)
         for weight in self.target.skeleton.weights:
             if weight.is_expert:
                 num_experts, *others = self.target.shape(weight)
                 shapes[weight] = num_experts // self._num_ranks, *others
-                axes[weight] = EXPERT
-        return dataclasses.replace(self.target, shapes=shapes, axes=axes)
+        return dataclasses.replace(self.target, shapes=shapes)
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return the expected communication of a rank: each expert gets as many rows.
@@ -83,9 +81,8 @@ class ExpertSplit(Split):
         """
         shape, layers, rows = self._experts, self._num_layers, 0
         for num, length in microbatches:
-            mean = shape.top_k * length / shape.num_experts
-            most = length if shape.capacity is None else math.ceil(shape.capacity * mean)
-            rows += 2 * layers * num * min(shape.top_k * length, shape.num_experts * most)
+            most = shape.num_experts * shape.limit(length)
+            rows += 2 * layers * num * min(shape.top_k * length, most)
         away = rows * (self._num_ranks - 1) / self._num_ranks
         return self._entries(layers * len(microbatches), rows, away)
 

@@ -157,8 +157,7 @@ class RecomputeSplit(Split):
     def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Replace the forwards of blocks by forwards that recompute in backward."""
         strategy = self.target.strategy
-        needs_shape = max(strategy.tp.degree, strategy.cp.degree) > 1
-        apply(model, strategy.recompute, carried if needs_shape else None)
+        apply(model, strategy.recompute, None if strategy.has_whole_samples else carried)
 
 
 def _replace_forward(block: nn.Module, run_again: Callable[..., Any]) -> None:
