@@ -1,0 +1,230 @@
+"""The experts of transformers in a loop of one's own: on ranks the numbers of one process.
+
+`pytest -m slow -n 0 -s tests/script/test_transformers_experts.py` prints the largest differences.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import phalanx
+from marks import by_hand
+from phalanx.errors import StrategyError
+from phalanx.launch.local import run_ranks
+from phalanx.parallel.plan import Plan
+from phalanx.parallel.skeleton import experts_of
+from phalanx.strategy import Strategy
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "hugging_face"))
+
+LIMIT = 1e-10
+LENGTH = 8
+IDS = torch.randint(97, (21, LENGTH), generator=torch.Generator().manual_seed(1))
+"""Batches of 6, 6, 6 and 3 rows: of the last one, a fourth rank has no rows."""
+
+FAMILIES = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "deepseek-v3", "gpt-oss")
+TWO = ("dp2", "fsdp2", "fsdp2:zero1", "fsdp2:zero2", "ep2")
+FOUR = ("dp2,fsdp2", "dp2,ep2", "fsdp2,ep2", "fsdp2:zero1,ep2", "fsdp2:zero2,ep2")
+
+
+def gpt_oss() -> Any:
+    from small_models import SIZES
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    own = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}
+    return GptOssForCausalLM(GptOssConfig(**{**SIZES, **own}))
+
+
+def model_of(family: str, *, is_idle: bool = False) -> Any:
+    """Return a small model in float64; with `is_idle`, the second half of its experts is idle."""
+    from small_models import MODELS
+
+    torch.manual_seed(0)
+    model: Any = gpt_oss() if family == "gpt-oss" else MODELS[family]()
+    model.set_experts_implementation("eager")  # transformers' grouped products have no float64
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    if is_idle:
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer[: len(buffer) // 2] = 1e3
+    return model.double().train()
+
+
+class Job(NamedTuple):
+    """What a loop trains, and how.
+
+    Attributes:
+        stop: number of steps after which the loop saves and ends.
+    """
+
+    family: str = "qwen3-moe"
+    is_idle: bool = False
+    accumulation: int = 1
+    aux_loss: float = 0.0
+    recomputes: bool = False
+    stop: int = 4
+
+    def parts(self) -> tuple[Any, torch.optim.Optimizer, DataLoader[Any]]:
+        model = model_of(self.family, is_idle=self.is_idle)
+        model.config.router_aux_loss_coef = self.aux_loss
+        if self.recomputes:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, optimizer, DataLoader(TensorDataset(IDS), batch_size=6)
+
+
+class Trained(NamedTuple):
+    losses: list[float]
+    norms: list[float]
+    gradients: list[dict[str, Any]]
+    weights: dict[str, Any]
+
+
+def whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def balance(model: Any, router_logits: tuple[Tensor, ...]) -> Tensor:
+    """Return transformers' own auxiliary loss of the rows whose logits these are."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    config = model.config
+    return load_balancing_loss_func(router_logits, config.num_experts, config.num_experts_per_tok)
+
+
+def alone(job: Job) -> Trained:
+    """Train by plain transformers on one process."""
+    from small_models import in_float64
+
+    made = Trained([], [], [], {})
+    with in_float64():
+        model, optimizer, loader = job.parts()
+        batches = [ids for (ids,) in loader]
+        for at in range(0, len(batches), job.accumulation):
+            step = batches[at : at + job.accumulation]
+            loss: Any = 0.0
+            for ids in step:
+                options = {"output_router_logits": True} if job.aux_loss else {}
+                loss += model(input_ids=ids, labels=ids, **options).loss / job.accumulation
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            made.losses.append(loss.item())
+            made.norms.append(norm.item())
+            of = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            made.gradients.append(of)
+            optimizer.step()
+            optimizer.zero_grad()
+    made.weights.update({n: t.detach() for n, t in model.state_dict().items()})
+    return made
+
+
+def trained(strategy: str, job: Job, folder: Path | None = None) -> Trained:
+    """Train the same by ranks; from the checkpoint in `folder`, if there is one."""
+    from small_models import in_float64
+
+    made = Trained([], [], [], {})
+    with in_float64():
+        run = phalanx.init(strategy, accumulation=job.accumulation)
+        model, optimizer, loader = run.prepare(*job.parts())
+        if folder is not None:
+            run.resume(folder)
+        for (ids,) in loader:
+            if job.aux_loss:
+                out = model(input_ids=ids, output_router_logits=True)
+                logits, labels = run.gather(out.logits, ids)
+                of_tokens = model.loss_function(logits, labels, model.config.vocab_size)
+                router_logits = run.gather(out.router_logits, per_row=LENGTH)
+                loss = of_tokens + job.aux_loss * balance(model, router_logits)
+                run.backward(loss / job.accumulation)
+            else:
+                out = model(input_ids=ids, labels=ids)
+                loss, count = out.loss / job.accumulation, ids[:, 1:].numel()
+                run.backward(mean_of_rows=loss, count=count)
+            if not run.is_step_end:
+                continue
+            made.losses.append(float(run.loss_of_step))
+            made.norms.append(float(run.clip(0.5)))
+            named = model.named_parameters()
+            # As lists: a tensor of patched types cannot be sent to another process.
+            of = {n: whole(p.grad).tolist() for n, p in named if p.grad is not None}
+            made.gradients.append(of)
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.steps_done == job.stop:
+                break
+        if folder is not None:
+            run.save(folder)
+            state = run.state_dict()
+            model.save_pretrained(folder / "hf", state_dict=state, is_main_process=run.is_first)
+        made.weights.update({name: t.tolist() for name, t in run.state_dict().items()})
+    return made
+
+
+def error(ours: dict[str, Any], theirs: dict[str, Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    pairs = [(torch.tensor(ours[n], dtype=torch.float64), theirs[n].double()) for n in ours]
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+def compare(made: Trained, expected: Trained, what: str) -> None:
+    numbers = [*made.losses, *made.norms], [*expected.losses, *expected.norms]
+    of_numbers = max(abs(a - b) for a, b in zip(*numbers, strict=True))
+    of_gradients = max(map(error, made.gradients, expected.gradients))
+    of_weights = error(made.weights, expected.weights)
+    print(f"{what}: {of_numbers:.1e} {of_gradients:.1e} {of_weights:.1e}")  # noqa: T201
+    assert max(of_numbers, of_gradients, of_weights) <= LIMIT, what
+
+
+def all_trained(cases: list[tuple[str, Job]]) -> list[Trained]:
+    return [trained(*case) for case in cases]
+
+
+def equal_to_one_process(cases: list[tuple[str, Job]]) -> None:
+    """Run cases of as many ranks on the ranks of one job."""
+    num_ranks = Strategy.parse(cases[0][0]).num_ranks
+    expected = {job: alone(job) for _, job in cases}
+    for found in run_ranks(all_trained, num_ranks, cases, threads=1):
+        for (strategy, job), made in zip(cases, found, strict=True):
+            compare(made, expected[job], f"{strategy} {job}")
+
+
+IDLE = Job("deepseek-v3", is_idle=True)
+
+
+def test_experts_train_as_on_one_process() -> None:
+    """Of the model whose experts are half idle, ep has a rank that no token visits."""
+    equal_to_one_process([("ep2", Job()), ("ep2", IDLE), ("fsdp2", IDLE)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("strategies", [TWO, FOUR])
+def test_families_train_as_on_one_process(family: str, strategies: tuple[str, ...]) -> None:
+    equal_to_one_process([(strategy, Job(family)) for strategy in strategies])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategies", [TWO, FOUR])
+@pytest.mark.parametrize(
+    "job",
+    [Job(accumulation=2), Job(recomputes=True), IDLE, IDLE._replace(recomputes=True)],
+)
+def test_accumulation_recomputation_and_idle_experts(strategies: tuple[str, ...], job: Job) -> None:
+    equal_to_one_process([(strategy, job) for strategy in strategies])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategies", [TWO, FOUR])
+def test_an_auxiliary_loss_of_gathered_logits_is_of_the_whole_batch(
+    strategies: tuple[str, ...],
+) -> None:
+    equal_to_one_process([(strategy, Job(aux_loss=0.5)) for strategy in strategies])
