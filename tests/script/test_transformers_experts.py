@@ -75,9 +75,9 @@ class Job(NamedTuple):
 
     def parts(self) -> tuple[Any, torch.optim.Optimizer, DataLoader[Any]]:
         model = model_of(self.family, is_idle=self.is_idle)
-        model.config.router_aux_loss_coef = self.aux_loss
+        model.router_aux_loss_coef = self.aux_loss
         if self.recomputes:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         return model, optimizer, DataLoader(TensorDataset(IDS), batch_size=6)
 
