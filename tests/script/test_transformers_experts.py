@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
-from marks import by_hand
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.plan import Plan
@@ -228,3 +230,103 @@ def test_an_auxiliary_loss_of_gathered_logits_is_of_the_whole_batch(
     strategies: tuple[str, ...],
 ) -> None:
     equal_to_one_process([(strategy, Job(aux_loss=0.5)) for strategy in strategies])
+
+
+@pytest.mark.slow
+def test_a_run_resumes_under_other_splits_and_saves_the_files_of_transformers(
+    tmp_path: Path,
+) -> None:
+    from small_models import in_float64
+
+    expected = alone(Job())
+    run_ranks(trained, 2, "ep2", Job(stop=2), tmp_path / "first", threads=1)
+    for strategy in ("fsdp2,ep2", "dp1", "fsdp2", "ep2"):
+        folder = tmp_path / strategy
+        shutil.copytree(tmp_path / "first", folder)
+        num_ranks = Strategy.parse(strategy).num_ranks
+        for made in run_ranks(trained, num_ranks, strategy, Job(), folder, threads=1):
+            rest = Trained(expected.losses[2:], expected.norms[2:], expected.gradients[2:], {})
+            compare(made, rest._replace(weights=expected.weights), f"resumed by {strategy}")
+        with safe_open(folder / "hf" / "model.safetensors", "pt") as file:
+            assert "model.layers.1.mlp.experts.5.down_proj.weight" in file.keys()
+        with in_float64():
+            saved = type(model_of("qwen3-moe")).from_pretrained(folder / "hf")
+        for name, tensor in saved.state_dict().items():
+            torch.testing.assert_close(tensor.double(), expected.weights[name])
+
+
+class NextId:
+    def loss_sum(self, model: Any, microbatch: Any, step: int) -> Tensor:
+        logits = model(input_ids=microbatch[0]).logits[:, :-1].flatten(0, 1)
+        labels = microbatch[0][:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+
+    def num_valid(self, microbatch: Any) -> int:
+        return microbatch[0].shape[0] * (LENGTH - 1)
+
+
+def job() -> phalanx.Trainer:
+    return phalanx.Trainer(
+        functools.partial(model_of, "qwen3-moe"), NextId(), TensorDataset(IDS), batch_size=6
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ep2", "fsdp2,ep2", "ep2,recompute:full"])
+def test_the_trainer_too(strategy: str, tmp_path: Path) -> None:
+    verdict = job().verify(strategy)
+    assert verdict.is_equal, str(verdict)
+    job().train(strategy, phalanx.Options(out=tmp_path))
+
+
+def grouped(strategy: str) -> list[float]:
+    """Return the losses of float32 steps by the products that transformers chooses."""
+    run = phalanx.init(strategy)
+    model = model_of("deepseek-v3", is_idle=True).float()
+    model.set_experts_implementation("grouped_mm")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer, loader = run.prepare(
+        model, optimizer, DataLoader(TensorDataset(IDS), batch_size=6)
+    )
+    losses: list[float] = []
+    for (ids,) in loader:
+        loss = model(input_ids=ids, labels=ids).loss
+        losses.append(run.backward(mean_of_rows=loss, count=ids[:, 1:].numel()).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.slow
+def test_grouped_products_of_transformers_compute_the_own_experts() -> None:
+    alone, *_ = run_ranks(grouped, 1, "dp1", threads=1)
+    for losses in run_ranks(grouped, 2, "ep2", threads=1):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
+def refusal(model: Any, strategy: str) -> str:
+    with pytest.raises(StrategyError) as error:
+        Plan(Strategy.parse(strategy), model)
+    return str(error.value)
+
+
+def test_refusals_name_the_module() -> None:
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    with torch.device("meta"):
+        llama4 = Llama4ForCausalLM(
+            Llama4TextConfig(
+                vocab_size=16, hidden_size=16, intermediate_size=8, intermediate_size_mlp=8,
+                num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+                num_local_experts=4,
+            )
+        )  # fmt: skip
+    assert "'model.layers.0.feed_forward.experts' of the model is a Llama4TextExperts" in refusal(
+        llama4, "ep2"
+    )
+    model = model_of("mixtral")
+    assert "4 experts, which is not a multiple of 3; the nearest is ep2" in refusal(model, "ep3")
+    experts = model.model.layers[0].mlp.experts
+    identity = torch.nn.Identity()
+    torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", identity)
+    assert [*experts_of(model)] == ["model.layers.1.mlp.experts"]
