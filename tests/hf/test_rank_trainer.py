@@ -60,11 +60,11 @@ def test_private_names_of_transformers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["dp2", "fsdp2", "tp2"])
+@pytest.mark.parametrize("strategy", ["dp2", "fsdp2", "tp2", "ep2"])
 def test_jobs_log_the_numbers_of_one_process(strategy: str) -> None:
     pytest.importorskip("trl")
     trainers = pytest.importorskip("trainers")
-    names = [*trainers.JOBS]
+    names = [*trainers.OF_EXPERTS] if strategy == "ep2" else [*trainers.JOBS]
     plain = trainers.logs_of("plain", names)
     ranks = trainers.logs_of(strategy, names)
     gaps = {name: trainers.difference(plain[name], ranks[name]) for name in names}
