@@ -186,9 +186,7 @@ def resume(side: Side, make: Callable[[], Any] = decoder) -> Any:
 
     def trainer(**own: Any) -> Any:
         args = side.args("resume", save_strategy="steps", save_steps=1, seed=1, **own)
-        return side.trainer(
-            "Trainer", make(), args, data_collator=padded, train_dataset=Texts(27)
-        )
+        return side.trainer("Trainer", make(), args, data_collator=padded, train_dataset=Texts(27))
 
     trainer(max_steps=3).train()
     resumed = trainer()

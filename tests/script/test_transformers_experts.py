@@ -330,3 +330,14 @@ def test_refusals_name_the_module() -> None:
     identity = torch.nn.Identity()
     torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", identity)
     assert [*experts_of(model)] == ["model.layers.1.mlp.experts"]
+
+
+# transformers' own, at every look for gradient checkpointing.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_adapters_of_experts_are_refused() -> None:
+    peft: Any = pytest.importorskip("peft")
+    names = ["mlp.experts.gate_up_proj"]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=names)
+    model = peft.get_peft_model(model_of("mixtral"), config)
+    assert "has an adapter of PEFT, which ep does not split" in refusal(model, "ep2")
+    Plan(Strategy.parse("fsdp2"), model)

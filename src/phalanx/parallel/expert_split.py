@@ -169,7 +169,8 @@ def _check(skeleton: Skeleton, strategy: Strategy) -> None:
     if not stacks:
         what = f"the model is a {type(skeleton.model).__name__} without experts"
         for place, module in skeleton.model.named_modules():
-            if any(p.ndim == 3 for p in module.parameters(recurse=False)) or place[-7:] == "experts":
+            is_stack = any(p.ndim == 3 for p in module.parameters(recurse=False))
+            if is_stack or place.endswith("experts"):
                 what = f"'{place}' of the model is a {type(module).__name__}"
                 break
         raise StrategyError(
@@ -179,6 +180,11 @@ def _check(skeleton: Skeleton, strategy: Strategy) -> None:
         )
     for weight in stacks:
         number = weight.shape[0]
+        if ".base_layer." in weight.name:
+            raise StrategyError(
+                f"{name}: '{weight.name}' has an adapter of PEFT, which ep does not split; the "
+                f"nearest is fsdp{degree}"
+            )
         if number % degree:
             legal = [n for n in range(2, number + 1) if number % n == 0]
             nearest = Axis(min(legal, key=lambda n: (abs(n - degree), n)), strategy.ep.kind)
