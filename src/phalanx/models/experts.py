@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from typing_extensions import override
 
 from phalanx.models.kernels import device_type
 from phalanx.models.layers import MLP, Linear, gated
@@ -80,7 +81,8 @@ class Router(nn.Module):
 
     Attributes:
         weight: [E, D].
-        bias: [E], added to scores only for the selection; None without one. No gradient changes it.
+        bias: [E], added to scores only for the selection, in at least float32 whatever the dtype of
+            the model; None without one. No gradient changes it.
         layer: number of the block in the full decoder.
         load: counts of the training step that runs; None outside of one.
         gives_losses: whether the gradient of the auxiliary losses starts on this rank; of ranks
@@ -98,13 +100,23 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts.num_experts, hidden))
         self.register_buffer("bias", torch.empty(len(self.weight)) if experts.has_bias else None)
 
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Biases grow far beyond the differences of scores, which a narrower dtype would round away.
+        bias = self.bias
+        super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
+        if bias is not None and self.bias is not None and self.bias.dtype.itemsize < 4:
+            self.bias = bias.to(self.bias.device)
+        return self
+
     def forward(self, x_ND: Tensor, counted_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return experts_Nk, int64, best first, and their weights_Nk in at least float32.
 
         `counted_N` is whether each token counts toward the load; None if none does.
         """
         wide = torch.promote_types(x_ND.dtype, torch.float32)
-        logits_NE = F.linear(x_ND.to(wide), self.weight.to(wide))
+        with torch.autocast("cpu" if x_ND.is_meta else x_ND.device.type, enabled=False):
+            logits_NE = F.linear(x_ND.to(wide), self.weight.to(wide))
         is_softmax = self.experts.score == "softmax"
         scores_NE = logits_NE.softmax(-1) if is_softmax else logits_NE.sigmoid()
         experts_Nk = self._select(scores_NE.detach())
