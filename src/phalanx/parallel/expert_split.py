@@ -42,7 +42,7 @@ from phalanx.comm.ledger import Entry
 from phalanx.comm.pending import Pending
 from phalanx.comm.row_counts import RowCounts
 from phalanx.errors import StrategyError
-from phalanx.models.experts import Experts, Routed, eagerly
+from phalanx.models.experts import Dispatched, Experts, eagerly
 from phalanx.models.shape import ExpertShape
 from phalanx.parallel.composite import mapped
 from phalanx.parallel.local_parameters import local_parameters
@@ -251,7 +251,7 @@ def _bind(module: nn.Module, comm: Comm) -> None:
     @eagerly
     def of_tokens(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x_ND = hidden_states.reshape(-1, hidden_states.shape[-1])
-        routed = Routed(x_ND, top_k_index, cast(int, module.num_experts))
+        routed = Dispatched(x_ND, top_k_index, cast(int, module.num_experts))
         rows_MD = forward(routed.rows_MD, start(routed.rows_MD, routed.counts_E))
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         return routed.combined(rows_MD, top_k_weights.to(wide)).view_as(hidden_states)
