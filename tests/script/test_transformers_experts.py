@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
+from phalanx.cli.main import main
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
 from phalanx.parallel.plan import Plan
@@ -207,6 +208,11 @@ def test_experts_train_as_on_one_process() -> None:
     equal_to_one_process([("ep2", Job()), ("ep2", IDLE), ("fsdp2", IDLE)])
 
 
+def test_half_of_the_experts_is_idle() -> None:
+    stacks = [g for name, g in alone(IDLE).gradients[0].items() if ".experts." in name]
+    assert stacks and all(g[:4].any() and not g[4:].any() for g in stacks)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("strategies", [TWO, FOUR])
@@ -302,6 +308,46 @@ def test_grouped_products_of_transformers_compute_the_own_experts() -> None:
     alone, *_ = run_ranks(grouped, 1, "dp1", threads=1)
     for losses in run_ranks(grouped, 2, "ep2", threads=1):
         assert losses == pytest.approx(alone, rel=1e-5)
+
+
+SCRIPT = """
+import phalanx, torch
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+run = phalanx.init()
+torch.manual_seed(0)
+ids = torch.randint(97, (32, 8))
+config = Qwen3MoeConfig(
+    vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+    num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+    router_aux_loss_coef=0.5, output_router_logits=IS_BALANCED,
+)
+model = Qwen3MoeForCausalLM(config)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+loader = DataLoader(TensorDataset(ids), batch_size=8)
+model, optimizer, loader = run.prepare(model, optimizer, loader)
+for (x,) in loader:
+    run.backward(mean_of_rows=model(input_ids=x, labels=x).loss, count=x[:, 1:].numel())
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_balanced", [False, True])
+def test_a_balancing_loss_of_own_rows_ends_the_job(
+    is_balanced: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    Path("script.py").write_text(SCRIPT.replace("IS_BALANCED", str(is_balanced)))
+    code = main(["run", "script.py", "--strategy", "ep2"])
+    words = ("computes what one process computes", "ep2 differs from one process")
+    assert (code, words[is_balanced] in capfd.readouterr().err) == (int(is_balanced), True)
 
 
 def refusal(model: Any, strategy: str) -> str:
