@@ -46,6 +46,7 @@ ACROSS = {
     "infer/test_page_in_chromium.py": "app and page.html in a browser",
     "infer/test_parity_with_transformers.py": "engine, runner and paged beside transformers",
     "planner/test_random_jobs.py": "search and price on jobs of random sizes",
+    "script/test_transformers_experts.py": "expert_split and skeleton: experts of transformers",
     "script/test_script_generations.py": "a Trainer and an own loop on 4, 3, 2 and 4 ranks",
     "train/job/test_generations.py": "a run on text on 4, 3, 2 and 4 ranks, as launch continues it",
     "script/test_loss_forms.py": "gather, loss and loop_step: forms of a loss beside one process",

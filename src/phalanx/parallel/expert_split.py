@@ -41,7 +41,7 @@ from phalanx.comm.ledger import Entry
 from phalanx.comm.pending import Pending
 from phalanx.comm.row_counts import RowCounts
 from phalanx.errors import StrategyError
-from phalanx.models.experts import Experts, Routed, eagerly
+from phalanx.models.experts import Dispatched, Experts, eagerly
 from phalanx.models.shape import ExpertShape
 from phalanx.parallel.composite import mapped
 from phalanx.parallel.local_parameters import local_parameters
@@ -166,7 +166,8 @@ def _check(skeleton: Skeleton, strategy: Strategy) -> None:
     if not stacks:
         what = f"the model is a {type(skeleton.model).__name__} without experts"
         for place, module in skeleton.model.named_modules():
-            if any(p.ndim == 3 for p in module.parameters(recurse=False)) or place[-7:] == "experts":
+            is_stack = any(p.ndim == 3 for p in module.parameters(recurse=False))
+            if is_stack or place.endswith("experts"):
                 what = f"'{place}' of the model is a {type(module).__name__}"
                 break
         raise StrategyError(
@@ -176,6 +177,11 @@ def _check(skeleton: Skeleton, strategy: Strategy) -> None:
         )
     for weight in stacks:
         number = weight.shape[0]
+        if ".base_layer." in weight.name:
+            raise StrategyError(
+                f"{name}: '{weight.name}' has an adapter of PEFT, which ep does not split; the "
+                f"nearest is fsdp{degree}"
+            )
         if number % degree:
             legal = [n for n in range(2, number + 1) if number % n == 0]
             nearest = Axis(min(legal, key=lambda n: (abs(n - degree), n)), strategy.ep.kind)
@@ -242,7 +248,7 @@ def _bind(module: nn.Module, comm: Comm) -> None:
     @eagerly
     def of_tokens(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x_ND = hidden_states.reshape(-1, hidden_states.shape[-1])
-        routed = Routed(x_ND, top_k_index, cast(int, module.num_experts))
+        routed = Dispatched(x_ND, top_k_index, cast(int, module.num_experts))
         rows_MD = forward(routed.rows_MD, start(routed.rows_MD, routed.counts_E))
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         return routed.combined(rows_MD, top_k_weights.to(wide)).view_as(hidden_states)
