@@ -13,6 +13,10 @@ Cost      A rank sends the rows whose experts are elsewhere, (N-1)/N of M D elem
           routing, and returns as many, in both directions; with recomputation once more forward.
           The counts are 8 E bytes a rank, for which the host waits. Imbalance makes the rank with
           the most rows the slowest. Under tp every rank of tp exchanges the same rows.
+Same rows In generation the ranks of ep have the same tokens (`Target.same_rows`), so every rank has
+          rows[M, D] already. It computes the rows of its own experts, and sends these results to
+          all others: one all-to-all of uneven sizes, which every rank knows without `counts`. A
+          rank receives (N-1)/N of M D elements.
 Limits    N must divide E. tp must be 1d or megatron.
 
 N = 2 ranks, E = 4 experts. Rank 0 receives the rows of experts 0 and 1 (a row is written as the
@@ -146,7 +150,7 @@ class ExpertSplit(Split):
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Keep E/N experts of each block, and exchange rows in the forward of the experts."""
-        apply(model, comm)
+        apply(model, comm, same_rows=self.target.same_rows)
 
 
 def _checked(skeleton: Skeleton, strategy: Strategy) -> ExpertShape:
@@ -173,12 +177,12 @@ def _checked(skeleton: Skeleton, strategy: Strategy) -> ExpertShape:
     return experts
 
 
-def apply(model: nn.Module, comm: Comm) -> None:
-    """Split the experts of a model over ep in place."""
+def apply(model: nn.Module, comm: Comm, *, same_rows: bool = False) -> None:
+    """Split the experts of a model over ep in place; for `same_rows` see `Target`."""
     for module in experts_of(model).values():
         for name, parameter in [*module.named_parameters(recurse=False)]:
             setattr(module, name, _own_experts(parameter, comm))
-        _bind(module, comm)
+        (_bind_same_rows if same_rows else _bind)(module, comm)
 
 
 def _own_experts(parameter: nn.Parameter, comm: Comm) -> nn.Parameter:
@@ -228,6 +232,26 @@ def _bind(module: nn.Module, comm: Comm) -> None:
 
     replaced: Any = module
     replaced.start, replaced.forward = start, forward
+
+
+def _bind_same_rows(module: nn.Module, comm: Comm) -> None:
+    """Let each rank compute the rows of its own experts, and gather the results of all ranks."""
+    # Rows, sorted by expert, are sorted by rank too, so the results need no order of their own:
+    #
+    #   rows of experts 0 0 1 | 2 2 3        rank 0 computes 0 0 1, rank 1 computes 2 2 3
+    own: Callable[..., Tensor] = module.forward
+    num_ranks, coord = comm.size("ep"), comm.coord("ep")
+
+    def forward(rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+        counts_Ne = counts_E.view(num_ranks, -1)
+        sizes: list[int] = counts_Ne.sum(1).tolist()
+        with local_parameters(module):
+            results_RD = own(rows_MD.split(sizes)[coord], counts_Ne[coord])
+        to_all = RowCounts(tuple((size,) * num_ranks for size in sizes))
+        return comm.exchange_rows(results_RD.repeat(num_ranks, 1), "ep", to_all)
+
+    replaced: Any = module
+    replaced.forward = forward
 
 
 def _by_expert(groups: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

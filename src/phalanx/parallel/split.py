@@ -98,6 +98,8 @@ class Target:
         axes: sets of axes of the parameters that an earlier axis has split into different parts on
             ranks with different samples; all others have `DENSE`.
         later: the axes of the strategy that split the model after this one.
+        same_rows: whether all ranks have the same rows of a batch, as in generation: the model has
+            no gradients. Figures of bytes are of training all the same.
     """
 
     strategy: Strategy
@@ -113,6 +115,7 @@ class Target:
     shapes: Shapes = field(default_factory=dict[Weight, tuple[int, ...]])
     axes: Mapping[Weight, ParameterAxes] = field(default_factory=dict[Weight, ParameterAxes])
     later: tuple[type[Split], ...] = ()
+    same_rows: bool = False
 
     @property
     def compute_dtype(self) -> torch.dtype:
