@@ -65,7 +65,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "yarn, shorter": (yarn(factor=0.5), r"yarn: factor is 0\.5; it must be at least 1, finite"),
     "yarn, borders": (yarn(beta_fast=1.0), "beta_fast is 1 and beta_slow is 1; expected beta_slow"),
     "yarn, truncate": (yarn(truncate=1), "truncate is 1; expected true or false"),
-    "yarn, theta": (yarn(rope_theta=1.0), r"rope_theta is 1\.0; with YaRN it must be above 1"),
+    "yarn, theta": (yarn(rope_theta=1.0), r"rope_theta is 1\.0; it must be above 1 and finite"),
     "tied is no flag": (
         edit_config(tie_word_embeddings="false"), r"tie_word_embeddings is 'false'; expected true"
     ),

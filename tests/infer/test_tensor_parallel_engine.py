@@ -244,7 +244,7 @@ def test_the_cache_takes_the_memory_of_each_gpu(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(assembly, "free_memory_bytes", lambda device: 16 * token_bytes * 100)
     config, tp2 = EngineConfig(slots=1000), Strategy.parse("tp2")
     most = int(assembly.CACHE_PART * 100)
-    assert assembly.num_blocks_of(config, model) == most
+    assert assembly.num_blocks_of(config, model, Strategy()) == most
     assert assembly.num_blocks_of(config, model, tp2) == most  # each holds half of all blocks
     elsewhere = Decoder(shape).to("meta")  # as a GPU, no memory of this host
     assert assembly.num_blocks_of(config, elsewhere, tp2) == 2 * most

@@ -340,13 +340,9 @@ def _rope(
     if kind == "yarn":
         # As in transformers, 0 and null mean that a number is not set.
         given: dict[str, Any] = {name: _number(rope, name) for name in _YARN if rope.get(name)}
-        where, length = (rope, _LENGTH) if _LENGTH in rope else (config, "max_position_embeddings")
-        return theta, Yarn(
-            factor=_number(rope, "factor"),
-            original_length=_whole(where, length, most=MAX_ROWS),
-            truncate=_flag(rope, "truncate", absent=True),
-            **given,
-        )
+        given |= {"factor": _number(rope, "factor"), "truncate": _flag(rope, "truncate", True)}
+        named = {_LENGTH: config.get("max_position_embeddings"), **rope}
+        return theta, Yarn(original_length=_whole(named, _LENGTH, most=MAX_ROWS), **given)
     *numbers, original = _LLAMA3_SCALING
     factor, low, high = (_number(rope, option) for option in numbers)
     if low >= high:

@@ -3,8 +3,7 @@
 On several ranks the first one schedules, samples and responds, and all compute. Before each step
 the first rank broadcasts the step as plain numbers, or a checkpoint to load. Every rank stores its
 heads of the key-value cache, with the same block numbers on all ranks, and its shards of the
-weights in the layout of training. tp splits the heads; the ranks of ep have the same tokens and the
-same heads, and different experts.
+weights in the layout of training. Ranks of ep have the same tokens and heads, and other experts.
 """
 
 from __future__ import annotations
@@ -50,9 +49,6 @@ CACHE_PART = 0.3
 
 KINDS: Final = ("1d", "megatron")
 """Kinds of tp layouts in which each rank has all tokens of its heads."""
-
-ONE: Final = Strategy()
-"""The strategy of one process."""
 
 IDLE_S: Final = 10.0**6
 """Timeout of collectives, seconds: the other ranks wait in one until a request arrives."""
@@ -121,9 +117,8 @@ def engine_of(served: Served, config: EngineConfig) -> Engine:
     served.weights.close()
     if config.weights == "int8":
         quantize_linears(model)
-    pool = BlockPool(
-        num_blocks_of(config, model), config.block_size, has_prefix_cache=config.prefix_cache
-    )
+    num_blocks = num_blocks_of(config, model, Strategy())
+    pool = BlockPool(num_blocks, config.block_size, has_prefix_cache=config.prefix_cache)
     runner = ModelRunner(model, cache_of(config, model, pool), adapters=served.adapters)
     return assemble(served, config, runner, pool)
 
@@ -286,7 +281,7 @@ def cache_of(config: EngineConfig, model: Decoder, pool: BlockPool, num_shards: 
     return KVCache(model.shape, pool, weight.dtype, weight.device, num_shards, stored)
 
 
-def num_blocks_of(config: EngineConfig, model: Decoder, strategy: Strategy = ONE) -> int:
+def num_blocks_of(config: EngineConfig, model: Decoder, strategy: Strategy) -> int:
     """Return the number of cache blocks; each rank of tp stores its heads of every block.
 
     Raises:

@@ -350,8 +350,7 @@ def rotation(
         if scaling.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, width - 1)
-        high += 0.001 * (low == high)  # as in transformers
-        keep = 1 - ((half / 2 - low) / (high - low)).clamp(0, 1)
+        keep = 1 - ((half / 2 - low) / (high - low or 0.001)).clamp(0, 1)  # as in transformers
         frequency, scale = frequency * (keep + (1 - keep) / scaling.factor), scaling.rotation_scale
     elif scaling is not None:
         # Llama 3.1: frequencies with wavelengths above original_length / low are divided by

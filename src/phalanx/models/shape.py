@@ -280,20 +280,20 @@ class Yarn:
     mscale_all_dim: float | None = None
 
     def __post_init__(self) -> None:
-        low = {"factor": 1.0, "original_length": 1, "beta_slow": 0.0, "attention_factor": 0.0}
-        for name, least in {**low, "mscale": 0.0, "mscale_all_dim": 0.0}.items():
+        optional = dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), 0)
+        for name, least in {"factor": 1, "original_length": 1, **optional}.items():
             value = getattr(self, name)
             if value is not None and not least <= value <= sys.float_info.max:
-                raise ConfigError(f"yarn: {name} is {value}; it must be at least {least:g}, finite")
-        if not self.beta_slow < self.beta_fast <= sys.float_info.max:
+                raise ConfigError(f"yarn: {name} is {value}; it must be at least {least}, finite")
+        if not 0 < self.beta_slow < self.beta_fast <= sys.float_info.max:
             raise ConfigError(
                 f"yarn: beta_fast is {self.beta_fast:g} and beta_slow is {self.beta_slow:g}; "
-                "expected beta_slow below beta_fast"
+                "expected beta_slow above 0 and below beta_fast"
             )
 
     @property
     def rotation_scale(self) -> float:
-        """Factor of cosines and sines: of queries and keys, so scores have its square."""
+        """Factor of cosines and sines, of queries and of keys."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -333,8 +333,7 @@ class ModelShape:
     position: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10_000.0
     rope_scaling: tuple[float, float, float, int] | Yarn | None = None
-    """YaRN's frequency scaling, or Llama 3.1's: factor, low_freq_factor, high_freq_factor, original
-    length."""
+    """YaRN, or Llama 3.1's scaling: factor, low_freq_factor, high_freq_factor, original length."""
     window: int | None = None
     """Number of positions that a query attends to, its own the last; all up to its own if None."""
     full_every: int | None = None
@@ -365,17 +364,15 @@ class ModelShape:
                 raise ConfigError(f"model shape: {field.name} is {size}; it must be at least 1")
         for name in ("norm_eps", "rope_theta", "window_theta"):
             number = getattr(self, name)
-            if number is not None and not 0.0 < number <= sys.float_info.max:
-                raise ConfigError(f"model shape: {name} is {number}; it must be above 0 and finite")
+            low = int(name == "rope_theta" and isinstance(self.rope_scaling, Yarn))
+            if number is not None and not low < number <= sys.float_info.max:
+                above = f"it must be above {low} and finite"
+                raise ConfigError(f"model shape: {name} is {number}; {above}")
         for name in ("full_every", "window_theta"):
             if self.window is None and (value := getattr(self, name)) is not None:
                 raise ConfigError(
                     f"model shape: {name} is {value}, but window is None; {name} needs a window"
                 )
-        if isinstance(self.rope_scaling, Yarn) and self.rope_theta <= 1:
-            raise ConfigError(
-                f"model shape: rope_theta is {self.rope_theta}; with YaRN it must be above 1"
-            )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model shape: num_heads {self.num_heads} is not a multiple of num_kv_heads "

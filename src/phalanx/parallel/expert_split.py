@@ -13,10 +13,9 @@ Cost      A rank sends the rows whose experts are elsewhere, (N-1)/N of M D elem
           routing, and returns as many, in both directions; with recomputation once more forward.
           The counts are 8 E bytes a rank, for which the host waits. Imbalance makes the rank with
           the most rows the slowest. Under tp every rank of tp exchanges the same rows.
-Same rows In generation the ranks of ep have the same tokens (`Target.same_rows`), so every rank has
-          rows[M, D] already. It computes the rows of its own experts, and sends these results to
-          all others: one all-to-all of uneven sizes, which every rank knows without `counts`. A
-          rank receives (N-1)/N of M D elements.
+Same rows In generation all ranks of ep have the same rows[M, D] (`Target.same_rows`). Each computes
+          the rows of its own experts, and sends the results to all others by one all-to-all, whose
+          sizes all know without an all_gather: a rank receives (N-1)/N of M D elements.
 Limits    N must divide E. tp must be 1d or megatron.
 
 N = 2 ranks, E = 4 experts. Rank 0 receives the rows of experts 0 and 1 (a row is written as the
@@ -236,9 +235,7 @@ def _bind(module: nn.Module, comm: Comm) -> None:
 
 def _bind_same_rows(module: nn.Module, comm: Comm) -> None:
     """Let each rank compute the rows of its own experts, and gather the results of all ranks."""
-    # Rows, sorted by expert, are sorted by rank too, so the results need no order of their own:
-    #
-    #   rows of experts 0 0 1 | 2 2 3        rank 0 computes 0 0 1, rank 1 computes 2 2 3
+    # Rows of experts 0 0 1 | 2 2 3: sorted by expert, they are sorted by rank too.
     own: Callable[..., Tensor] = module.forward
     num_ranks, coord = comm.size("ep"), comm.coord("ep")
 

@@ -96,10 +96,8 @@ class Plan(Generic[Model]):
         self.strategy = strategy
         skeleton = model if isinstance(model, Skeleton) else skeleton_of(model)
         self._make = make or (lambda: cast(Model, skeleton.model))
-        self._whole = Target(
-            *(strategy, skeleton, compute, roles, batch_norm, masks, run_on_shapes),
-            same_rows=same_rows,
-        )
+        whole = Target(strategy, skeleton, compute, roles, batch_norm, masks, run_on_shapes)
+        self._whole = dataclasses.replace(whole, same_rows=same_rows)
         self._types = [split for split in SPLITS if split.applies_to(self._whole)]
         self._resolve(self._types, pp_rank)
 
@@ -313,9 +311,8 @@ def plan_decoder(
     """Return the plan of a decoder on the meta device; for the dtypes see `Decoder.on_meta`."""
     skeleton = skeleton_of_shape(shape, master, compute)
     make = functools.partial(Decoder.on_meta, shape, master, compute)
-    return Plan(
-        strategy, skeleton, compute=compute, pp_rank=pp_rank, make=make, same_rows=same_rows
-    )
+    options: dict[str, Any] = {"compute": compute, "pp_rank": pp_rank, "same_rows": same_rows}
+    return Plan(strategy, skeleton, make=make, **options)
 
 
 def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

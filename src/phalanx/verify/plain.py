@@ -168,9 +168,7 @@ class PlainLatentAttention(nn.Module):
         self.of, self.num_heads = shape.latent, shape.num_heads
         self.width = self.of.plain_dim + self.of.rope_dim
         yarn = shape.rope_scaling
-        self.scale = 1.0
-        if isinstance(yarn, Yarn) and yarn.mscale_all_dim is not None:
-            self.scale = (1 + yarn.mscale_all_dim * math.log(yarn.factor) / 10) ** 2
+        self.scale = yarn.score_scale if isinstance(yarn, Yarn) else 1.0
         if self.of.query_rank is not None:
             self.q_down = nn.Linear(shape.hidden, self.of.query_rank, False)
             self.q_latent_norm = Norm(self.of.query_rank, shape)
@@ -512,7 +510,7 @@ class PlainDecoder(nn.Module):
         frequency = 1 / theta ** (2 * pairs / width)
         stretch = 1.0
         if isinstance(scaling, Yarn):
-            frequency, stretch = _yarn(scaling, frequency, theta)
+            frequency, stretch = _yarn(scaling, frequency, theta), scaling.rotation_scale
         elif scaling is not None:
             factor, low, high, length = scaling
             wave = 2 * math.pi / frequency
@@ -522,8 +520,8 @@ class PlainDecoder(nn.Module):
         return (stretch * angle.cos()).to(wide), (stretch * angle.sin()).to(wide)
 
 
-def _yarn(of: Yarn, frequency: Tensor, theta: float) -> tuple[Tensor, float]:
-    """Return the frequencies of YaRN, and the factor of cosines and sines."""
+def _yarn(of: Yarn, frequency: Tensor, theta: float) -> Tensor:
+    """Return the frequencies of YaRN."""
     num_pairs = len(frequency)
     # The pair, as a real number, that turns as often as each border in a row of pre-training.
     first, last = (
@@ -535,13 +533,7 @@ def _yarn(of: Yarn, frequency: Tensor, theta: float) -> tuple[Tensor, float]:
     first, last = max(first, 0.0), min(last, 2.0 * num_pairs - 1)
     width = 0.001 if first == last else last - first
     slow = [min(max((pair - first) / width, 0.0), 1.0) for pair in range(num_pairs)]
-    mixed = [(1 - part) + part / of.factor for part in slow]
-    stretch = 1 + math.log(of.factor) / 10
-    if of.mscale and of.mscale_all_dim:
-        both = (1 + each * math.log(of.factor) / 10 for each in (of.mscale, of.mscale_all_dim))
-        stretch = next(both) / next(both)
-    factors = torch.tensor(mixed, dtype=frequency.dtype, device=frequency.device)
-    return frequency * factors, stretch if of.attention_factor is None else of.attention_factor
+    return frequency * frequency.new_tensor([1 - part + part / of.factor for part in slow])
 
 
 def _layer_keys(keys: Tensor | None, layer: int) -> Tensor | None:
