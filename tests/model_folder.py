@@ -29,6 +29,7 @@ def model_folder(
     # Here, because collecting tests imports no torch.
     import torch
 
+    from phalanx.checkpoint.tensor_file import TensorInfo
     from phalanx.checkpoint.weights import sizes_of
     from phalanx.hugging_face.config import config_to_hf
     from phalanx.hugging_face.folder import write_folder
@@ -41,12 +42,12 @@ def model_folder(
     weights = dict(model.named_parameters())
     links = {link.theirs: link for link in table(shape, "llama")}
     config = config_to_hf(shape, "float32", "llama", {"eos_token_id": 258})
-    sizes = {name: link.join_sizes(sizes_of(shape)) for name, link in links.items()}
+    sizes = sizes_of(shape)
+    tensors = {n: TensorInfo(torch.float32, link.join_sizes(sizes)) for n, link in links.items()}
     write_folder(
         folder,
         config,
-        sizes,
-        torch.float32,
+        tensors,
         lambda name: links[name].join([weights[part].detach() for part in links[name].ours]),
         1 << 30,
     )

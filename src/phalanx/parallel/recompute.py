@@ -156,8 +156,9 @@ class RecomputeSplit(Split):
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Replace the forwards of blocks by forwards that recompute in backward."""
-        has_tensors = self.target.strategy.tp.degree > 1
-        apply(model, self.target.strategy.recompute, carried if has_tensors else None)
+        strategy = self.target.strategy
+        needs_shape = max(strategy.tp.degree, strategy.cp.degree) > 1
+        apply(model, strategy.recompute, carried if needs_shape else None)
 
 
 def _replace_forward(block: nn.Module, run_again: Callable[..., Any]) -> None:
