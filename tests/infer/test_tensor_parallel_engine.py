@@ -254,7 +254,7 @@ def test_the_cache_takes_the_memory_of_each_gpu(monkeypatch: pytest.MonkeyPatch)
     ("strategy", "message"),
     [
         ("dp2", "strategy is dp2; generation splits a model only by tp, in the layouts 1d"),
-        ("ep2", "ep splits the experts of phalanx's Decoder, and the model is a Decoder without"),
+        ("ep2", "the model is a Decoder without experts; the nearest is dp2"),
         ("tp4:2d", "the nearest are tp4 and tp4:megatron"),
         ("tp3", "3"),
         ("tpx", "tpx"),
