@@ -54,6 +54,7 @@ ACROSS = {
     "infer/test_serve_command.py": "cli/serve as a process",
     "train/test_chat_runs.py": "text, resolve and run_folder: runs on chats",
     "infer/test_server.py": "app, protocol and answers over HTTP",
+    "infer/test_expert_parallel_engine.py": "engine and assembly under ep",
     "infer/test_tensor_parallel_engine.py": "engine and assembly under tp",
     "infer/test_who_is_answered.py": "app: keys, other sites, full queues",
     "launch/test_exit.py": "exit codes of a hundred jobs",
