@@ -164,7 +164,7 @@ Routing = tuple[dict[str, Tensor], float]
 
 
 def routed(texts: Sequence[str], *dtypes: torch.dtype) -> list[Routing]:
-    """Return the experts of each token of a batch, by router, and its loss: strategies in each type.
+    """Return the experts of each token of a batch, by router, and its loss; each in all types.
 
     Each microbatch has the same two rows, whatever the number of ranks.
     """
