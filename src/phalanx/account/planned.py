@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from phalanx.account.parameters import num_parameters
 from phalanx.models.shape import ModelShape
-from phalanx.strategy import Axis, Strategy
+from phalanx.strategy import Axis, Recompute, Strategy
 
 if TYPE_CHECKING:
     from phalanx.account.module import AnyModule
@@ -160,7 +160,11 @@ class DecoderModel:
 
     def held(self, step: PlannedStep[Any], pp_rank: int) -> StateBytes:
         """Return the trained state's bytes on a rank of a pp coordinate."""
-        return _held(step.strategy, self.shape, self.precision, step.accumulation > 1, pp_rank)
+        strategy = step.strategy
+        if strategy.recompute.segment_size(self.shape.num_layers) in (None, 1):
+            # Blocks are gathered one by one, as without recomputation.
+            strategy = dataclasses.replace(strategy, recompute=Recompute())
+        return _held(strategy, self.shape, self.precision, step.accumulation > 1, pp_rank)
 
     def in_flight(
         self, step: PlannedStep[Any], device: str, kept: float, logit_bytes: int

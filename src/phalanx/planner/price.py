@@ -200,8 +200,7 @@ class _Costs:
         # above of the exposed time that needs no time of its own for each kind.
         attention_s = min((link.attention for link in blocks), default=0.0)
         around = self._around_block(attention_s, num_blocks)
-        num_sparse = sum(links[at].has_experts for stage in of_first for at in cut[stage])
-        exchange = self._exchange(num_sparse)
+        exchange = self._exchange([sum(links[at].has_experts for at in stage) for stage in cut])
         group = network.group_of(self.step.strategy.mesh_axes(), ("pp",))
         stages: list[StageCost] = []
         for stage in cut:
@@ -250,48 +249,65 @@ class _Costs:
         )
         return _AroundBlock(forward, backward, sum(of.device for of in tensor.values()), ring_s)
 
-    def _exchange(self, num_blocks: int) -> _Exchange:
+    def _exchange(self, num_of: Sequence[int]) -> _Exchange:
         """Return the seconds in which ep sends rows of one block there and back, a microbatch.
 
         The plan's traffic has the expected bytes: of the rows that a rank selects, the part
         (ep - 1) / ep leaves the rank. The busiest rank receives `imbalance` times as many, and
         its peers wait for it. Ranks of tp have equal rows: a program that sends rows once sends a
-        part from each. Compute does not hide the exchange. The plan's traffic is of the first
-        pipeline rank, which has `num_blocks` of the blocks with experts.
+        part from each. Compute does not hide the exchange.
+
+        Args:
+            num_of: number of blocks with experts of each stage.
         """
-        if not num_blocks:
+        # The first pipeline rank may have dense blocks alone: the traffic is of one that has not.
+        of_ranks = [(0,)]
+        if self.schedule is not None:
+            of_ranks = [self.schedule.stages_of(rank) for rank in range(len(self.schedule.orders))]
+        numbers = [sum(num_of[stage] for stage in of_rank) for of_rank in of_ranks]
+        if self.step.strategy.ep.degree == 1 or not any(numbers):
             return _Exchange(0.0, 0.0)
+        pp_rank = next(rank for rank, number in enumerate(numbers) if number)
+        entries = self._of_microbatch if pp_rank == 0 else self._further(self._traffic_of(pp_rank))
         model: DecoderModel = self.step.model
         assert model.shape.experts is not None
         copies = model.shape.experts.top_k
         of = {
             name: sum(
                 self._entry_s(entry, copies)
-                for entry in self._of_microbatch
+                for entry in entries
                 if entry.axis == "ep" and entry.phase == name and not _is_of_data(entry)
             )
             for name in ("forward", "backward")
         }
-        each = model.imbalance / num_blocks
+        each = model.imbalance / numbers[pp_rank]
         if self.software.sends_rows_once:
             each /= self.step.strategy.tp.degree
         return _Exchange(of["forward"] * each, of["backward"] * each)
 
     @functools.cached_property
     def _traffic(self) -> tuple[list[Entry], list[Entry]]:
-        """The traffic of a step of one microbatch, and of a step of two."""
+        """The traffic of a step of one microbatch, and of a step of two, on the first rank."""
+        return self._traffic_of(0)
+
+    def _traffic_of(self, pp_rank: int) -> tuple[list[Entry], list[Entry]]:
         # Two steps separate traffic of a step (gathers before forward, the last reduction) from
         # traffic that each further microbatch adds:
         #
         #     one microbatch      once + per
         #     two microbatches    once + 2 per
         size = (self.step.microbatch, self.step.seq_len)
-        return self.plan.traffic([size]), self.plan.traffic([size] * 2)
+        plan = self.plan.for_pp_rank(pp_rank) if pp_rank else self.plan
+        return plan.traffic([size]), plan.traffic([size] * 2)
 
     @functools.cached_property
     def _of_microbatch(self) -> list[Entry]:
-        """Traffic that each further microbatch adds."""
-        one, two = self._traffic
+        """Traffic that each further microbatch adds, on the first rank."""
+        return self._further(self._traffic)
+
+    @staticmethod
+    def _further(traffic: tuple[list[Entry], list[Entry]]) -> list[Entry]:
+        one, two = traffic
         before = {(e.phase, e.axis, e.op): e for e in one}
         further: list[Entry] = []
         for each in two:
