@@ -18,20 +18,32 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from phalanx.account.activations import microbatches_for_peak
-from phalanx.account.planned import DecoderModel, PlannedStep
+from phalanx.account.planned import DecoderModel, Matrices, PlannedStep
+from phalanx.account.recorder import Operation
 from phalanx.comm.axes import axes_of
 from phalanx.comm.ledger import Entry
+from phalanx.models.block_weights import newton_schulz_flops
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import Timeline
 from phalanx.planner import network, stages
 from phalanx.planner.machine import Cluster
-from phalanx.planner.parts import MEMORY, NOTHING, DeviceHostSeconds, link_seconds
+from phalanx.planner.parts import (
+    MEMORY,
+    NOTHING,
+    DeviceHostSeconds,
+    link_seconds,
+    operation_seconds,
+)
 from phalanx.planner.software import Software
 from phalanx.planner.stages import StageTimes
 from phalanx.strategy import POSITIONS, Strategy
 
 ADAM_WORDS = 7
 """32-bit words that AdamW reads and writes per parameter: value, gradient and two moments."""
+
+MUON_WORDS = 10
+"""32-bit words that Muon reads and writes per parameter beside its iteration: 3 for the moment, 2.5
+for its direction, which has 16 bits, 2 for the decay and 2.5 for the update."""
 
 _CALL_LAUNCHES: Final = 5
 """Host time of a tp collective, as a multiple of the launch time of an operator."""
@@ -364,13 +376,46 @@ class _Costs:
         return max(all_s + (num - 1) * pace_s, num * sum(map(self._entry_s, gathered)))
 
     def optimizer_s(self) -> float:
-        """Return the time of the AdamW step, which is bound by memory bandwidth."""
+        """Return the time of the optimizer's step: elementwise, bound by memory bandwidth.
+
+        Muon's owners orthogonalize the matrices of a stage, with even work, and each matrix moves
+        to its owner and back once (parallel/whole_matrix.py).
+        """
         held = self.plan.holds(self.step.accumulation)
         num_bytes = ADAM_WORDS * (held.optimizer_bytes // 2)  # bytes of trained parameters
-        device = self.job.device
+        step, device, muon_s = self.step, self.job.device, 0.0
+        model = step.model
+        if isinstance(model, DecoderModel) and (matrices := model.muon_matrices(step, 0)):
+            num_bytes += int((MUON_WORDS - ADAM_WORDS) * sum(of.shard_bytes for of in matrices))
+            muon_s = self._muon_s(matrices)
         if device.core is not None:
-            return num_bytes * min(1.0, device.cores) / device.bandwidth
-        return num_bytes / (device.bandwidth * MEMORY)
+            return muon_s + num_bytes * min(1.0, device.cores) / device.bandwidth
+        return muon_s + num_bytes / (device.bandwidth * MEMORY)
+
+    def _muon_s(self, matrices: Sequence[Matrices]) -> float:
+        """Return the seconds of Newton-Schulz of the busiest owner, and of the moves to it."""
+        strategy, device = self.step.strategy, self.job.device
+        precision, each = self.step.precision, list[float]()
+        for (rows, columns), *_ in matrices:
+            narrow, wide = sorted((rows, columns))
+            sizes, flops = (narrow, narrow, wide), int(newton_schulz_flops((rows, columns)))
+            product = Operation("addmm", flops, 0, sizes)
+            each.append(operation_seconds([product], device, self.software, precision)[0])
+        num_owners = strategy.num_ranks // strategy.pp.degree
+        all_s = sum(of.number * one_s for of, one_s in zip(matrices, each, strict=True))
+        seconds = max(all_s / num_owners, *each)
+        # A rank sends the shards that it does not own, and as an owner all other ranks' shards:
+        #
+        #     fsdp, tp    (N - 1) / N of its shards to owners, and as many bytes back
+        #     dp          nothing to owners, and as an owner (N - 1) / N of the whole to copies
+        axes, shards = strategy.mesh_axes(), sum(of.shard_bytes for of in matrices) / 2  # 16 bits
+        for name, degree in axes.items():
+            if name == "pp":
+                continue
+            times = 1 if name == "dp" else 2
+            sent, group = times * shards * (degree - 1) / degree, network.group_of(axes, (name,))
+            seconds += network.seconds("all_to_all", group, sent, times, self.job, self.software)
+        return seconds
 
 
 def tensor_host_s(strategy: Strategy, job: Cluster, software: Software) -> float:
