@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal, NoReturn
 
@@ -217,9 +218,21 @@ class ExpertShape(Parts):
         return self.aux_loss > 0 or self.z_loss > 0
 
     @property
+    def needs_loads(self) -> bool:
+        """Whether a step needs the loads of the global batch, for losses or for biases."""
+        return self.has_losses or self.bias_rate > 0
+
+    @property
     def without_losses(self) -> ExpertShape:
         """The experts without auxiliary losses, whose operations and messages are the same."""
         return replace(self, aux_loss=0.0, z_loss=0.0)
+
+    def limit(self, length: int) -> int:
+        """Return the most tokens of a row of `length` that an expert takes in training."""
+        if self.capacity is None:
+            return length
+        # The decimal number: 1.1 * 3 in binary is above 3.3, which would be rounded up.
+        return math.ceil(Fraction(str(self.capacity)) * self.top_k * length / self.num_experts)
 
     def needs_first_pass(self, num_microbatches: int, num_stages: int) -> bool:
         """Return whether a step counts loads by forwards of their own, before the first backward.

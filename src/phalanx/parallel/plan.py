@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from phalanx.comm.axes import axes_of
 from phalanx.comm.comm import Ranks
 from phalanx.comm.dry_run import CountingComm
-from phalanx.comm.ledger import Entry, added
+from phalanx.comm.ledger import Entry, Tally
 from phalanx.comm.row_counts import RowCounts
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
@@ -204,14 +204,14 @@ class Plan(Generic[Model]):
                 known = routed if number == 0 or routed is None else ()  # of all microbatches
                 of_forward = self._split_traffic([microbatch], known)
                 entries += [entry for entry in of_forward if entry.phase == "forward"]
-        if experts.has_losses or experts.bias_rate:
+        if experts.needs_loads:
             degrees = self.strategy.mesh_axes()
             num_bytes = 8 * shape.num_layers * (2 * experts.num_experts + 2)
             rows = [
                 ("balance", axis, "all_reduce", 1, num_bytes) for axis in axes_of("loss", degrees)
             ]
             entries += entries_of(rows, degrees.__getitem__)
-        return added(entries)
+        return Tally(entries).entries()
 
     def _split_traffic(
         self, microbatches: Sequence[tuple[int, int]], routed: Sequence[RowCounts] | None

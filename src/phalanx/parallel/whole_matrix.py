@@ -46,7 +46,7 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,  # pyright: ignore[reportPrivateUsage]
 )
 
-from phalanx.comm.axes import EXPERT, axes_of, flattened
+from phalanx.comm.axes import is_of_shards
 from phalanx.comm.comm import Comm
 from phalanx.comm.ledger import Entry, Tally, sent_in_pieces
 from phalanx.comm.row_counts import RowCounts
@@ -153,7 +153,7 @@ class Owners:
         matrices: list[Matrix] = []
         known: dict[Any, list[Matrix]] = {}  # equal blocks have equal matrices
         for number, parameter in enumerate(self.parameters):
-            key = tuple(parameter.shape), tuple(rows[number]), _axes_that_cut(parameter, comm)
+            key = tuple(parameter.shape), tuple(rows[number]), _axes_that_cut(parameter)
             if key not in known:
                 known[key] = [_matrix(key[0], each, key[2], comm) for each in key[1]]
             matrices += [replace(each, parameter=number) for each in known[key]]
@@ -236,7 +236,7 @@ class Owners:
                 sizes = counts.sent(me)
                 payload = sum(sizes) * itemsize
                 sent = sent_in_pieces(payload, sizes, me)
-                tally.add("optimizer", move.axis, "all_to_all", payload, sent)
+                tally.add(Entry("optimizer", move.axis, "all_to_all", 1, payload, sent))
         return tally.entries()
 
     def _coord(self, matrix: Matrix, name: str) -> int:
@@ -258,10 +258,9 @@ class Owners:
                 # A piece crosses a cut between ranks that have the owner's coordinates on the axes
                 # of all later cuts. The order of the moves is the order of the cuts.
                 if self._owns(matrix, [each.axis for each in matrix.cuts[number + 1 :]]):
-                    first = comm.axes_of(cut.axis)[0]
-                    is_inner = first.split("_")[0] not in ("tp", EXPERT.split)
-                    kind = 2 if cut.indices is None else int(is_inner)
-                    moving[kind, self._axes.index(first), cut.axis].append((matrix, number))
+                    first = self._axes.index(comm.axes_of(cut.axis)[0])
+                    kind = 2 if cut.indices is None else int(is_of_shards(cut.axis))
+                    moving[kind, first, cut.axis].append((matrix, number))
         moves: list[_Move] = []
         for (kind, _, axis), some in sorted(moving.items(), key=lambda item: item[0]):
             num_ranks = comm.size(axis)
@@ -325,28 +324,23 @@ AxisCut = tuple[str, int, Placement | None]
 """Axis, dimension, and the placement on an axis of tp; None for rows in equal chunks."""
 
 
-def _axes_that_cut(parameter: Tensor, comm: Comm) -> tuple[AxisCut, ...]:
+def _axes_that_cut(parameter: Tensor) -> tuple[AxisCut, ...]:
     """Return the axes that cut a parameter, in the order of the cuts: tp and ep, then fsdp."""
     if not isinstance(parameter, DTensor):
         return ()
-    mesh = parameter.device_mesh
-    names = mesh.mesh_dim_names or ()
-    found: list[AxisCut] = []
-    shards: list[tuple[str, int]] = []
-    for name, size, placement in zip(names, mesh.shape, parameter.placements, strict=True):
-        if placement.is_replicate() or size == 1:
+    first: list[AxisCut] = []
+    last: list[AxisCut] = []
+    for name, placement in zip(
+        parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True
+    ):
+        if placement.is_replicate():
             continue
         dim = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
-        # Experts are stacks; fsdp shards other parameters over ep too.
-        if name in axes_of("tp", names) or (name == EXPERT.split and parameter.ndim == 3):
-            found.append((name, dim, placement))
+        if is_of_shards(name):  # FSDP2 cuts the piece before into chunks, whatever this one says
+            last.append((name, dim, None))
         else:
-            shards.append((name, dim))
-    if shards:  # FSDP2 cuts the shard of tp into equal chunks, whatever its placements say
-        members = tuple(axis for name, _ in shards for axis in comm.axes_of(name))
-        flat = next((n for n, of in flattened(comm.axes).items() if of == members), members[0])
-        found.append((flat, shards[0][1], None))
-    return tuple(found)
+            first.append((name, dim, placement))
+    return (*first, *last)
 
 
 @functools.lru_cache(1024)

@@ -96,16 +96,10 @@ def step_matrices(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, A
     owners: Owners | None = getattr(optimizer, "owners", None)
     found: dict[Tensor, dict[str, Any]]
     found = {p: group for group in groups for p in group["params"] if p.grad is not None}
-    known = {} if owners is None else dict.fromkeys(owners.parameters)
-    here = {p: group for p, group in found.items() if p not in known}
-    for parameter in here:
-        if isinstance(parameter, DTensor):
-            raise ScriptError(
-                f"{type(optimizer).__name__}: a parameter of shape {tuple(parameter.shape)} is "
-                "sharded, and Muon needs whole matrices; give the optimizer to run.prepare, with "
-                "all of its parameters"
-            )
-    for of in (_owners(SingleRankComm(), here), *([] if owners is None else [owners])):
+    every = [] if owners is None else [owners]
+    if here := not_owned(optimizer, found, owners):
+        every.append(_owners(SingleRankComm(), {p: found[p] for p in here}))
+    for of in every:
         used: dict[torch.dtype, dict[int, dict[str, Any]]] = {}
         for number, parameter in enumerate(of.parameters):
             if (group := found.get(parameter)) is not None:
@@ -115,6 +109,26 @@ def step_matrices(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, A
                 used.setdefault(dtype, {})[number] = group
         for dtype, groups_of_numbers in used.items():
             _step_in(of, optimizer.state, groups_of_numbers, dtype)
+
+
+def not_owned(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], owners: Owners | None
+) -> list[Tensor]:
+    """Return the parameters without an owner, such as of a later group: they are whole here.
+
+    Raises:
+        ScriptError: one is sharded.
+    """
+    known = {} if owners is None else dict.fromkeys(owners.parameters)
+    here = [parameter for parameter in parameters if parameter not in known]
+    for parameter in here:
+        if isinstance(parameter, DTensor):
+            raise ScriptError(
+                f"{type(optimizer).__name__}: a parameter of shape {tuple(parameter.shape)} is "
+                "sharded, and its update needs the whole of it; give the optimizer to run.prepare, "
+                "with all of its parameters"
+            )
+    return here
 
 
 def _owners(comm: Comm, groups: Mapping[Tensor, Mapping[str, Any]]) -> Owners:

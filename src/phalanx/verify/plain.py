@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections import Counter
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -348,7 +349,7 @@ class PlainMoE(nn.Module):
     def _fits(self, best: Tensor, capacity: float) -> Tensor:
         """Return 0 where an expert has its most tokens, from earlier positions, else 1."""
         num_rows, length, top_k = best.shape
-        most = math.ceil(capacity * top_k * length / self.router.experts.num_experts)
+        most = math.ceil(Fraction(str(capacity)) * top_k * length / len(self.experts.gate))
         fits = torch.ones_like(best)
         for row in range(num_rows):
             taken = Counter[int]()
@@ -427,12 +428,16 @@ class PlainDecoder(nn.Module):
         tokens: Tensor,
         labels: Tensor | None = None,
         *,
-        positions_BT: Tensor,
+        positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
         dropout_keys_B: Tensor | None = None,
     ) -> Tensor:
         """Return the sum of the losses; without labels, the logits."""
-        if not self.training:
+        if positions_BT is None:
+            positions_BT = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        if self.training:
+            self.is_counted = labels >= 0 if labels is not None else torch.zeros_like(tokens).bool()
+        else:
             dropout_keys_B = None
         x = self.embedding(tokens)
         if self.shape.scaled_embedding:
@@ -447,10 +452,10 @@ class PlainDecoder(nn.Module):
         tied = self.embedding.weight if self.shape.tied else None
         return self.output(self.norm(x), labels, tied)
 
-    def auxiliary_loss(self, labels: Tensor) -> Tensor:
-        """Return the balancing and z losses of the last forward, over the tokens with a label."""
-        experts, is_valid = self.shape.experts, labels >= 0
-        total = torch.zeros((), dtype=torch.float64, device=labels.device)
+    def auxiliary_loss(self) -> Tensor:
+        """Return the balancing and z losses of the last forward, over the tokens that count."""
+        experts, is_valid = self.shape.experts, self.is_counted
+        total = torch.zeros((), dtype=torch.float64, device=is_valid.device)
         if experts is None or not is_valid.any():
             return total
         routers = [module for module in self.modules() if isinstance(module, PlainRouter)]
@@ -468,11 +473,11 @@ class PlainDecoder(nn.Module):
         return total
 
     @torch.no_grad()
-    def update_biases(self, labels: Tensor) -> None:
+    def update_biases(self) -> None:
         """Move the bias of each expert toward the mean load, after an update of the weights."""
         for router in self.modules():
             if isinstance(router, PlainRouter) and router.experts.has_bias:
-                load = router.chosen[labels >= 0].sum(0).double()
+                load = router.chosen[self.is_counted].sum(0).double()
                 router.bias += router.experts.bias_rate * torch.sign(load.mean() - load)
 
     def _has_window(self, layer: int) -> bool:
@@ -530,21 +535,14 @@ class PlainNextToken:
     dropout: float
 
     def loss_sum(self, model: nn.Module, microbatch: Batch, step: int) -> Tensor:
-        """Return the sum of the losses in nats.
-
-        In training the losses of experts are added, times the tokens that a mean divides by.
-        """
-        labels = microbatch.labels_BT
-        summed = model(
+        """Return the sum of the losses in nats."""
+        return model(
             microbatch.tokens_BT,
-            labels,
+            microbatch.labels_BT,
             positions_BT=microbatch.positions_BT,
             documents_BT=microbatch.documents_BT,
             dropout_keys_B=_row_keys(self.seed, step, microbatch.rows_B) if self.dropout else None,
         )
-        if isinstance(model, PlainDecoder) and model.training:
-            summed = summed + self.num_valid(microbatch) * model.auxiliary_loss(labels)
-        return summed
 
     def num_valid(self, microbatch: Batch) -> int:
         """Count the labels that are not negative."""

@@ -158,11 +158,7 @@ def settle(config: TrainConfig) -> Request:
     shape = resume.shape_of(config, start or init, published)
     if start is not None:
         start.about.check_shape(shape)
-    if (
-        strategy.is_served
-        and shape.experts
-        and (shape.experts.has_losses or shape.experts.bias_rate)
-    ):
+    if strategy.is_served and shape.experts and shape.experts.needs_loads:
         raise ConfigError(
             f"strategy is {strategy}, but the experts have auxiliary losses or a bias_rate, which "
             "need the loads of the whole batch in each step, and workers of servers push alone; "
