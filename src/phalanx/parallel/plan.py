@@ -71,6 +71,9 @@ class Plan(Generic[Model]):
     The constructor makes all decisions; only `apply` and `build` change the model. With a pipeline,
     the plan describes the ranks at coordinate `pp_rank` of pp. For the arguments see `Target`.
 
+    Attributes:
+        local: the target that all axes leave; fsdp, which splits last, keeps its shapes.
+
     Raises:
         StrategyError: the strategy uses a feature that is not implemented, or the model does not
             allow the strategy.
@@ -109,6 +112,7 @@ class Plan(Generic[Model]):
             later = tuple(self._types[number:])
             self._splits.append(make(dataclasses.replace(target, later=later)))
             target = self._splits[-1].next_target()
+        self.local = target
         self._unsharded = data.replicated_bytes(target.sizes(), sum(target.sizes(is_trained=False)))
 
     def for_pp_rank(self, pp_rank: int) -> Plan[Model]:

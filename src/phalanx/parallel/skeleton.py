@@ -222,6 +222,7 @@ def skeleton_of(model: nn.Module) -> Skeleton:
     )
 
 
+@functools.lru_cache(maxsize=16)
 def skeleton_of_shape(
     shape: ModelShape, master: torch.dtype, compute: torch.dtype | None = None
 ) -> Skeleton:
