@@ -165,7 +165,7 @@ def _check(skeleton: Skeleton, strategy: Strategy) -> None:
         StrategyError: it has no stacked experts, or the degree does not divide their number.
     """
     name, degree = str(Strategy(ep=strategy.ep)), strategy.ep.degree
-    stacks = [weight for weight in skeleton.weights if weight.is_expert]
+    stacks = experts_of(skeleton.model)  # of the full model: a stage may have none
     if not stacks:
         what = f"the model is a {type(skeleton.model).__name__} without experts"
         for place, module in skeleton.model.named_modules():
@@ -178,11 +178,11 @@ def _check(skeleton: Skeleton, strategy: Strategy) -> None:
             "stacked matrices that are called with (hidden_states, top_k_index, top_k_weights); "
             f"{what}; the nearest is dp{degree}"
         )
-    for weight in stacks:
-        number = weight.shape[0]
-        if ".base_layer." in weight.name:
+    for place, module in stacks.items():
+        number = next(module.parameters(recurse=False)).shape[0]
+        if "base_layer" in place.split("."):
             raise StrategyError(
-                f"{name}: '{weight.name}' has an adapter of PEFT, which ep does not split; the "
+                f"{name}: '{place}' has an adapter of PEFT, which ep does not split; the "
                 f"nearest is fsdp{degree}"
             )
         if number % degree:
