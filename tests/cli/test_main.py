@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from phalanx.cli.main import FILE_ERRORS, VERBS, main
+from phalanx.cli.script import ScriptVerifyConfig, script_help
 from phalanx.errors import ConfigError, RankFailed
 
 
@@ -307,3 +308,8 @@ def test_a_signal_does_not_break_the_last_message_off(
     assert main(["doctor"]) == 2
     assert "what is wrong" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_help_of_verify_is_one_paragraph_on_jobs_of_your_own() -> None:
+    help_text = script_help("verify STRATEGY", ScriptVerifyConfig)
+    assert "on a job of your own. A job runs" in " ".join(help_text.splitlines())

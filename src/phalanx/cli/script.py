@@ -34,7 +34,8 @@ def script_help(verb: str, schema: type) -> str:
     """Return the lines of `verb --help` on its form with --script."""
     keys = [setting.key for setting in settings(schema) if setting.positional is None]
     options = " ".join(f"--{key.replace('_', '-')}" for key in keys)
-    about = f"phalanx {verb} --script FILE.py:FUNCTION: {schema.__doc__} Its options are {options};"
+    purpose = " ".join((schema.__doc__ or "").split())
+    about = f"phalanx {verb} --script FILE.py:FUNCTION: {purpose} Its options are {options};"
     return textwrap.fill(f"{about} phalanx {verb} --script --help says more.", 78)
 
 
