@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm.comm import Ranks
+from phalanx.comm.ledger import Entry, Ledger
 from phalanx.config import OptimizerConfig
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
@@ -87,3 +88,37 @@ def test_frozen_parts_equal_one_process(text: str) -> None:
             assert weights[name].dtype == weight.dtype == (case[1] if is_frozen else torch.float64)
             close = {"rtol": 0.0, "atol": 0.0 if is_frozen else 1e-12}
             torch.testing.assert_close(weights[name], weight, **close, msg=f"{case}: {name}")
+
+
+def gathered(text: str) -> list[set[Entry]]:
+    """Return what fsdp sends in a step of bfloat16 with frozen weights, and what is planned."""
+    strategy = Strategy.parse(text)
+    comm, model = Ranks(strategy), Decoder(SHAPE)
+    model.initialize(3)
+    model.compute_dtype = torch.bfloat16
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in (*FROZEN["dense"], "attention_norm")):
+            parameter.requires_grad_(False).data = parameter.data.bfloat16()
+    plan = Plan(strategy, model, compute=torch.bfloat16)
+    runner = plan.build(comm)
+    ids = torch.randint(68, (2, 12), generator=torch.Generator().manual_seed(comm.rank))
+    predicted = plan.traffic([(2, 11)])
+    assert runner.reducer is not None
+    with Ledger(comm) as ledger:
+        runner.reducer.before_backward(runner.reducer.parameters)
+        with ledger.phase("forward"):
+            loss = model(ids[:, :-1], ids[:, 1:])
+        with ledger.phase("backward"):
+            loss.backward()
+    of_fsdp = ("forward", "backward")
+    return [
+        {e for e in each if e.phase in of_fsdp and e.axis.startswith("fsdp")}
+        for each in (ledger.entries(), predicted)
+    ]
+
+
+@pytest.mark.slow
+def test_trained_experts_are_gathered_as_planned_beside_frozen_bfloat16() -> None:
+    for found, right in run_ranks(gathered, 4, "fsdp2,ep2", threads=1):
+        assert {e.axis for e in found} == {"fsdp", "fsdp_ep"}
+        assert found == right
