@@ -372,8 +372,16 @@ OF_EP_DP: dict[str, Mutant] = {
 
 OF_EP_TP: dict[str, Mutant] = {
     "a router's gradient not summed over tp": (
-        "llama", [(reduce, "partial_axes", _unsummed_router)], "?",
-        "the gradient of blocks.0.mlp.router.weight on rank 1 differs from its",
+        "llama", [(reduce, "partial_axes", _unsummed_router)], "blocks.1.mlp.router",
+        "add up, so the fault is in the sum over ranks",
+    ),
+    "a shared expert times k": (  # a rank of tp has a term of its output
+        "llama", [(MLP, "forward", _scaled)], "blocks.0.mlp",
+        "its output differs though its inputs agree",
+    ),
+    "softmax of softmax": (
+        "llama", [(Router, "forward", _softmax_again)], ROUTER,
+        "its output differs though its inputs agree",
     ),
 }  # fmt: skip
 
@@ -392,11 +400,7 @@ JOBS: list[dict[str, dict[str, Mutant]]] = [
     {"ep2": OF_EP, "ep2,recompute:full": OF_RECOMPUTED},
     {"dp2,ep2": OF_EP_DP, "ep2,tp2": OF_EP_TP, "fsdp2,ep2": OF_MUON},
 ]
-"""Of each: strategies of as many ranks, and the mutants of each.
-
-The router's gradient that is not summed over tp has a module "?": verify names the ranks and the
-parameter, and beside them a module that is right.
-"""
+"""Of each: strategies of as many ranks, and the mutants of each."""
 
 QUICK = ("balancing losses of each rank", "a norm without experts", "rows of other ranks")
 """Mutants that run by default."""

@@ -49,5 +49,5 @@ def test_a_fault_of_experts_is_found_and_named(
             _, _, module, words = job[text][name]
             assert not verdict.is_equal
             assert verdict.place is not None
-            assert module in ("?", verdict.place.module), str(verdict)
+            assert module == verdict.place.module, str(verdict)
             assert words in " ".join(str(verdict).split())

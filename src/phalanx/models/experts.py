@@ -227,7 +227,7 @@ class _ExpertProducts:
         return torch.cat([F.linear(x, weight_OI) for x, weight_OI in matrices])
 
 
-_eagerly: Any = torch.compiler.disable
+eagerly: Any = torch.compiler.disable
 
 
 class MoE(nn.Module):
@@ -250,7 +250,7 @@ class MoE(nn.Module):
         self.shared_gate = Linear(shape.hidden, 1, False) if experts.has_shared_gate else None
 
     # Numbers of rows depend on data: each would compile anew.
-    @_eagerly
+    @eagerly
     def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None) -> Tensor:
         """Return the output of the branch, a tensor like x_BTD.
 
@@ -260,7 +260,7 @@ class MoE(nn.Module):
         counted_N = None if counted_BT is None else counted_BT.flatten()
         num_experts = self.router.experts.num_experts
         experts_Nk, weights_Nk = self.router(x_ND, counted_N)
-        order_M = experts_Nk.flatten().argsort(stable=True)
+        is_kept_Nk = None
         if self.training and self.router.experts.capacity is not None:
             experts_BTk = experts_Nk.view(*x_BTD.shape[:2], experts_Nk.shape[1])
             places_BTk, length = self.places(experts_BTk, num_experts)
@@ -268,17 +268,12 @@ class MoE(nn.Module):
             load = self.router.load
             if counted_N is not None and load is not None and load.is_counting:
                 load.counts[-1] += (~is_kept_Nk & counted_N[:, None]).sum()
-            if not x_ND.is_meta:  # without values, all are kept
-                order_M = order_M[is_kept_Nk.flatten()[order_M]]
-        counts_E = count(experts_Nk.flatten()[order_M], num_experts)
-        rows_at_Nk = _inverse(order_M, experts_Nk)
-        rows_MD = cast(Tensor, _Dispatch.apply(x_ND, order_M, rows_at_Nk))
-        started = self.experts.start(rows_MD, counts_E)
+        routed = Dispatched(x_ND, experts_Nk, num_experts, is_kept_Nk)
+        started = self.experts.start(routed.rows_MD, routed.counts_E)
         shared_ND = None if self.shared is None else self.shared(x_ND)  # while rows travel
         if shared_ND is not None and self.shared_gate is not None:
             shared_ND = self.shared_gate(x_ND).sigmoid() * shared_ND
-        rows_MD = self.experts(rows_MD, started)
-        y_ND = cast(Tensor, _Combine.apply(rows_MD, weights_Nk, order_M, rows_at_Nk))
+        y_ND = routed.combined(self.experts(routed.rows_MD, started), weights_Nk)
         return (y_ND if shared_ND is None else y_ND + shared_ND).view_as(x_BTD)
 
 
@@ -302,6 +297,31 @@ def count(experts: Tensor, num_experts: int) -> Tensor:
     flat = experts.flatten()
     # Not `bincount`, which waits for a GPU.
     return flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+class Dispatched:
+    """Tokens as the rows that their experts compute, and the way back.
+
+    Attributes:
+        rows_MD: the rows of expert 0, then of expert 1, and so on; of one expert by token.
+        counts_E: number of rows of each expert, int64.
+    """
+
+    def __init__(
+        self, x_ND: Tensor, experts_Nk: Tensor, num_experts: int, is_kept_Nk: Tensor | None = None
+    ) -> None:
+        """Sort the selections by expert; drop the ones that are not kept."""
+        order_M = experts_Nk.flatten().argsort(stable=True)
+        if is_kept_Nk is not None and not x_ND.is_meta:  # without values, all are kept
+            order_M = order_M[is_kept_Nk.flatten()[order_M]]
+        self.counts_E = count(experts_Nk.flatten()[order_M], num_experts)
+        self._order_M, self._rows_at_Nk = order_M, _inverse(order_M, experts_Nk)
+        self.rows_MD = cast(Tensor, _Dispatch.apply(x_ND, order_M, self._rows_at_Nk))
+
+    def combined(self, rows_MD: Tensor, weights_Nk: Tensor) -> Tensor:
+        """Return the output of each token, y_ND, from the outputs of the experts."""
+        y_ND = _Combine.apply(rows_MD, weights_Nk, self._order_M, self._rows_at_Nk)
+        return cast(Tensor, y_ND)
 
 
 def _inverse(order_M: Tensor, experts_Nk: Tensor) -> Tensor:

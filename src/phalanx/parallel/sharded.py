@@ -158,7 +158,7 @@ class ShardedSplit(Split):
             )
         broadcast_parameters(model, comm)
         strategy = self.target.strategy
-        experts = {p for module in experts_of(model).values() for p in module.parameters()}
+        experts = {p for each in experts_of(model).values() for p in each.parameters(recurse=False)}
 
         where: dict[str, Any] = {"mesh": comm.sharding_mesh}
         replicas = "dp" if "dp" in comm.axes else None

@@ -18,20 +18,32 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from phalanx.account.activations import microbatches_for_peak
-from phalanx.account.planned import DecoderModel, PlannedStep
+from phalanx.account.planned import DecoderModel, Matrices, PlannedStep
+from phalanx.account.recorder import Operation
 from phalanx.comm.axes import axes_of
 from phalanx.comm.ledger import Entry
+from phalanx.models.block_weights import newton_schulz_flops
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import Timeline
 from phalanx.planner import network, stages
 from phalanx.planner.machine import Cluster
-from phalanx.planner.parts import MEMORY, NOTHING, DeviceHostSeconds, link_seconds
+from phalanx.planner.parts import (
+    MEMORY,
+    NOTHING,
+    DeviceHostSeconds,
+    link_seconds,
+    operation_seconds,
+)
 from phalanx.planner.software import Software
 from phalanx.planner.stages import StageTimes
 from phalanx.strategy import POSITIONS, Strategy
 
 ADAM_WORDS = 7
 """32-bit words that AdamW reads and writes per parameter: value, gradient and two moments."""
+
+MUON_WORDS = 10
+"""32-bit words that Muon reads and writes per parameter beside its iteration: 3 for the moment, 2.5
+for its direction, which has 16 bits, 2 for the decay and 2.5 for the update."""
 
 _CALL_LAUNCHES: Final = 5
 """Host time of a tp collective, as a multiple of the launch time of an operator."""
@@ -200,8 +212,7 @@ class _Costs:
         # above of the exposed time that needs no time of its own for each kind.
         attention_s = min((link.attention for link in blocks), default=0.0)
         around = self._around_block(attention_s, num_blocks)
-        num_sparse = sum(links[at].has_experts for stage in of_first for at in cut[stage])
-        exchange = self._exchange(num_sparse)
+        exchange = self._exchange([sum(links[at].has_experts for at in stage) for stage in cut])
         group = network.group_of(self.step.strategy.mesh_axes(), ("pp",))
         stages: list[StageCost] = []
         for stage in cut:
@@ -250,48 +261,65 @@ class _Costs:
         )
         return _AroundBlock(forward, backward, sum(of.device for of in tensor.values()), ring_s)
 
-    def _exchange(self, num_blocks: int) -> _Exchange:
+    def _exchange(self, num_of: Sequence[int]) -> _Exchange:
         """Return the seconds in which ep sends rows of one block there and back, a microbatch.
 
         The plan's traffic has the expected bytes: of the rows that a rank selects, the part
         (ep - 1) / ep leaves the rank. The busiest rank receives `imbalance` times as many, and
         its peers wait for it. Ranks of tp have equal rows: a program that sends rows once sends a
-        part from each. Compute does not hide the exchange. The plan's traffic is of the first
-        pipeline rank, which has `num_blocks` of the blocks with experts.
+        part from each. Compute does not hide the exchange.
+
+        Args:
+            num_of: number of blocks with experts of each stage.
         """
-        if not num_blocks:
+        # The first pipeline rank may have dense blocks alone: the traffic is of one that has not.
+        of_ranks = [(0,)]
+        if self.schedule is not None:
+            of_ranks = [self.schedule.stages_of(rank) for rank in range(len(self.schedule.orders))]
+        numbers = [sum(num_of[stage] for stage in of_rank) for of_rank in of_ranks]
+        if self.step.strategy.ep.degree == 1 or not any(numbers):
             return _Exchange(0.0, 0.0)
+        pp_rank = next(rank for rank, number in enumerate(numbers) if number)
+        entries = self._of_microbatch if pp_rank == 0 else self._further(self._traffic_of(pp_rank))
         model: DecoderModel = self.step.model
         assert model.shape.experts is not None
         copies = model.shape.experts.top_k
         of = {
             name: sum(
                 self._entry_s(entry, copies)
-                for entry in self._of_microbatch
+                for entry in entries
                 if entry.axis == "ep" and entry.phase == name and not _is_of_data(entry)
             )
             for name in ("forward", "backward")
         }
-        each = model.imbalance / num_blocks
+        each = model.imbalance / numbers[pp_rank]
         if self.software.sends_rows_once:
             each /= self.step.strategy.tp.degree
         return _Exchange(of["forward"] * each, of["backward"] * each)
 
     @functools.cached_property
     def _traffic(self) -> tuple[list[Entry], list[Entry]]:
-        """The traffic of a step of one microbatch, and of a step of two."""
+        """The traffic of a step of one microbatch, and of a step of two, on the first rank."""
+        return self._traffic_of(0)
+
+    def _traffic_of(self, pp_rank: int) -> tuple[list[Entry], list[Entry]]:
         # Two steps separate traffic of a step (gathers before forward, the last reduction) from
         # traffic that each further microbatch adds:
         #
         #     one microbatch      once + per
         #     two microbatches    once + 2 per
         size = (self.step.microbatch, self.step.seq_len)
-        return self.plan.traffic([size]), self.plan.traffic([size] * 2)
+        plan = self.plan.for_pp_rank(pp_rank) if pp_rank else self.plan
+        return plan.traffic([size]), plan.traffic([size] * 2)
 
     @functools.cached_property
     def _of_microbatch(self) -> list[Entry]:
-        """Traffic that each further microbatch adds."""
-        one, two = self._traffic
+        """Traffic that each further microbatch adds, on the first rank."""
+        return self._further(self._traffic)
+
+    @staticmethod
+    def _further(traffic: tuple[list[Entry], list[Entry]]) -> list[Entry]:
+        one, two = traffic
         before = {(e.phase, e.axis, e.op): e for e in one}
         further: list[Entry] = []
         for each in two:
@@ -348,13 +376,46 @@ class _Costs:
         return max(all_s + (num - 1) * pace_s, num * sum(map(self._entry_s, gathered)))
 
     def optimizer_s(self) -> float:
-        """Return the time of the AdamW step, which is bound by memory bandwidth."""
+        """Return the time of the optimizer's step: elementwise, bound by memory bandwidth.
+
+        Muon's owners orthogonalize the matrices of a stage, with even work, and each matrix moves
+        to its owner and back once (parallel/whole_matrix.py).
+        """
         held = self.plan.holds(self.step.accumulation)
         num_bytes = ADAM_WORDS * (held.optimizer_bytes // 2)  # bytes of trained parameters
-        device = self.job.device
+        step, device, muon_s = self.step, self.job.device, 0.0
+        model = step.model
+        if isinstance(model, DecoderModel) and (matrices := model.muon_matrices(step, 0)):
+            num_bytes += int((MUON_WORDS - ADAM_WORDS) * sum(of.shard_bytes for of in matrices))
+            muon_s = self._muon_s(matrices)
         if device.core is not None:
-            return num_bytes * min(1.0, device.cores) / device.bandwidth
-        return num_bytes / (device.bandwidth * MEMORY)
+            return muon_s + num_bytes * min(1.0, device.cores) / device.bandwidth
+        return muon_s + num_bytes / (device.bandwidth * MEMORY)
+
+    def _muon_s(self, matrices: Sequence[Matrices]) -> float:
+        """Return the seconds of Newton-Schulz of the busiest owner, and of the moves to it."""
+        strategy, device = self.step.strategy, self.job.device
+        precision, each = self.step.precision, list[float]()
+        for (rows, columns), *_ in matrices:
+            narrow, wide = sorted((rows, columns))
+            sizes, flops = (narrow, narrow, wide), int(newton_schulz_flops((rows, columns)))
+            product = Operation("addmm", flops, 0, sizes)
+            each.append(operation_seconds([product], device, self.software, precision)[0])
+        num_owners = strategy.num_ranks // strategy.pp.degree
+        all_s = sum(of.number * one_s for of, one_s in zip(matrices, each, strict=True))
+        seconds = max(all_s / num_owners, *each)
+        # A rank sends the shards that it does not own, and as an owner all other ranks' shards:
+        #
+        #     fsdp, tp    (N - 1) / N of its shards to owners, and as many bytes back
+        #     dp          nothing to owners, and as an owner (N - 1) / N of the whole to copies
+        axes, shards = strategy.mesh_axes(), sum(of.shard_bytes for of in matrices) / 2  # 16 bits
+        for name, degree in axes.items():
+            if name == "pp":
+                continue
+            times = 1 if name == "dp" else 2
+            sent, group = times * shards * (degree - 1) / degree, network.group_of(axes, (name,))
+            seconds += network.seconds("all_to_all", group, sent, times, self.job, self.software)
+        return seconds
 
 
 def tensor_host_s(strategy: Strategy, job: Cluster, software: Software) -> float:

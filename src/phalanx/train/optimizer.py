@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.comm.comm import Comm, SingleRankComm, local_shard
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ScriptError
+from phalanx.models.block_weights import hidden_matrices, newton_schulz_flops
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.tensor.layers import is_transposed
 from phalanx.parallel.tensor.roles import roles_of
@@ -66,14 +67,6 @@ def orthogonalize(
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
-
-
-def newton_schulz_flops(shape: Sequence[int], num_steps: int = 5) -> float:
-    """Return the FLOPs of `orthogonalize` of a matrix, or of each matrix of a stack, of `shape`."""
-    narrow, wide = sorted(shape[-2:])
-    # Per step x x^T, its square, and the product with x.
-    per_step = 2 * narrow * narrow * wide + 2 * narrow**3 + 2 * narrow * narrow * wide
-    return float(num_steps * per_step * math.prod(shape[:-2]))
 
 
 def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> list[range]:
@@ -342,20 +335,6 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, comm: Comm | None
     if comm is not None:
         bind(muon, comm)
     return muon
-
-
-def hidden_matrices(parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Return the names of the matrices of blocks of a decoder, which Muon updates.
-
-    The others are embedding, head, norms, biases, routers, and gates of one row.
-    """
-    return [
-        name
-        for name, parameter in parameters.items()
-        if name.startswith("blocks.")
-        and parameter.ndim >= 2
-        and not name.endswith((".router.weight", ".shared_gate.weight"))
-    ]
 
 
 def muon_groups(model: nn.Module, roles: Mapping[str, str] | None = None) -> list[dict[str, Any]]:

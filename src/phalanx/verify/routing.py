@@ -112,6 +112,11 @@ def compare_routes(
         limit = limit_of(finite, others, dtype, 1.0)
         held = [(rank, each) for rank, of in enumerate(ranks) for each in of if each.router == name]
         worst = Difference(step, ROUTING, name, 0.0, limit)
+        tied = (margins_BT == 0).nonzero().tolist()
+        if tied and dtype == torch.float64:  # whichever is selected: sets that agree do so by luck
+            row, place = tied[0]
+            problem = f"position {place} of row {row} has equal scores on both sides of the limit"
+            worst = Difference(step, ROUTING, name, 0.0, limit, problem)
         if not held:
             worst = Difference(step, ROUTING, name, float("inf"), problem="it is missing")
         for rank, route in held:

@@ -237,7 +237,8 @@ class Aligner:
         """Return this rank's tensor and the same shard of the reference's, both without padding.
 
         Returns:
-            The pair; None if no layout maps the reference's shape to this rank's.
+            The pair; None if no layout maps the reference's shape to this rank's, or the tensor may
+            be a term of a sum over tp.
         """
         key, local = event.key, event.tensor
         if local.ndim == reference.ndim - 1 and len(local) % max(1, len(rows)) == 0 < len(rows):
@@ -248,6 +249,8 @@ class Aligner:
         # Under tp the input of a column map is a placeholder: its product is already computed.
         if is_other_kind or (is_input and self.roles.get(key.module) == "column"):
             return None
+        if self._may_be_term(key):
+            return None
         for of_rows in self._of_rows(reference, rows):
             for full, is_real in self._of_positions(of_rows):
                 for spec in self._specs(key.module, is_input):
@@ -256,6 +259,16 @@ class Aligner:
                         assert real is not None, "it is cut as the tensor is"
                         return found[0][real[1]], found[1][real[1]]
         return None
+
+    def _may_be_term(self, key: Key) -> bool:
+        """Return whether tp may leave a term of a sum on each rank, in a branch with experts.
+
+        The branch makes the sums whole, see `bind_experts`, and its own tensors are compared.
+        """
+        branches = tuple(f"{name}." for name, role in self.roles.items() if role == "experts")
+        if key.kind == Kind.OUTPUT:
+            return key.module.startswith(branches) and key.module.endswith((".shared", ".down"))
+        return key.kind != Kind.INPUT and key.module.startswith(branches)
 
     def _of_rows(self, reference: Tensor, rows: Tensor) -> Iterator[Tensor]:
         if reference.ndim and len(reference) and len(reference) % self.num_rows == 0:

@@ -103,6 +103,7 @@ class Request:
         load = decoder_step(
             *(self.shape, self.strategy, self.config.corpus.seq_len),
             *(self.batch.microbatch, self.batch.accumulation, self.config.precision),
+            is_muon=self.config.optimizer.kind == "muon",
         )
         is_alone = not is_under_torchrun()
         num_here = self.strategy.num_ranks if is_alone else read_rank_env().num_here
