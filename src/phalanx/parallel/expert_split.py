@@ -166,7 +166,10 @@ def _check(skeleton: Skeleton, strategy: Strategy) -> None:
     if not stacks:
         what = f"the model is a {type(skeleton.model).__name__} without experts"
         for place, module in skeleton.model.named_modules():
-            if any(p.ndim == 3 for p in module.parameters(recurse=False)) or place[-7:] == "experts":
+            if (
+                any(p.ndim == 3 for p in module.parameters(recurse=False))
+                or place[-7:] == "experts"
+            ):
                 what = f"'{place}' of the model is a {type(module).__name__}"
                 break
         raise StrategyError(
