@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,18 +16,21 @@ from nccl_trace import traced
 from phalanx.comm.comm import Ranks, local_shard
 from phalanx.comm.ledger import Entry, Ledger
 from phalanx.comm.row_counts import noted
+from phalanx.comm.together import gather_objects
 from phalanx.config import OptimizerConfig
 from phalanx.errors import StrategyError
 from phalanx.launch.local import run_ranks
-from phalanx.models.experts import MoE, Router
-from phalanx.models.initial import fill_initial
+from phalanx.models.decoder import Decoder
+from phalanx.models.experts import MoE
 from phalanx.models.shape import ExpertShape, ModelShape
 from phalanx.parallel.expert_split import ExpertSplit, apply
-from phalanx.parallel.plan import plan_decoder
-from phalanx.strategy import Axis, Strategy
+from phalanx.parallel.plan import Plan, plan_decoder
+from phalanx.strategy import Strategy
 from phalanx.verify.batches import decoder_batches
 from phalanx.verify.cases import decoder_case
 from phalanx.verify.harness import verify_case
+from phalanx.verify.locate import positions_of
+from phalanx.verify.routing import RouteRecorder, joined
 
 EXPERTS = ExpertShape(num_experts=8, top_k=3, ffn=12, shared_ffn=8)
 BALANCED = dataclasses.replace(EXPERTS, aux_loss=0.1, z_loss=0.01)
@@ -151,33 +155,83 @@ def test_a_row_has_the_same_result_to_the_bit_wherever_its_expert_is(
     run_ranks(results_have_the_bits_of_one_process, num_ranks, dtype, threads=1)
 
 
-def selected() -> Tensor:
-    """Return the experts that each token of a global batch selects in each block, on rank 0."""
-    strategy = Strategy(ep=Axis(dist.get_world_size(), "all_to_all"))
-    comm, plan = Ranks(strategy), plan_decoder(strategy, SHAPE)
-    plan.build(comm, partial(fill_initial, SHAPE, 5))
-    found: list[Tensor] = []
-    for module in plan.model.modules():
-        if isinstance(module, Router):
-            module.register_forward_hook(lambda _, __, out: found.append(out[0]))
-    ids = torch.randint(0, 48, (8, 12), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        plan.model(ids.chunk(comm.size("data"))[comm.coord("data")])
-    return torch.cat([comm.all_gather(each, "ep", 0) for each in found])
+EVEN = dataclasses.replace(
+    SHAPE, hidden=64, head_dim=16, experts=dataclasses.replace(EXPERTS, ffn=32, shared_ffn=32)
+)
+"""Rows of 64 bytes and multiples."""
+
+Routing = tuple[dict[str, Tensor], float]
 
 
-def test_tokens_select_the_same_experts_on_any_number_of_ranks() -> None:
-    (alone,) = run_ranks(selected, 1, threads=1)
-    assert len(alone.unique()) == EXPERTS.num_experts
-    for found in run_ranks(selected, 2, threads=1):
-        assert torch.equal(found, alone)
+def routed(texts: Sequence[str], *dtypes: torch.dtype) -> list[Routing]:
+    """Return the experts of each token of a batch, by router, and its loss; each in all types.
+
+    Each microbatch has the same two rows, whatever the number of ranks.
+    """
+    found: list[Routing] = []
+    for dtype, text in itertools.product(dtypes, texts):
+        strategy = Strategy.parse(text)
+        comm, model = Ranks(strategy), Decoder(EVEN)
+        model.initialize(5)
+        runner = Plan(strategy, model.to(dtype)).build(comm)
+        routes = RouteRecorder(model, runner, positions_of(strategy, comm))
+        routes.is_on = True
+        rows = torch.arange(16).chunk(comm.size("data"))[comm.coord("data")].split(2)
+        ids = torch.randint(48, (16, 14), generator=torch.Generator().manual_seed(3))
+        loss = torch.zeros((), dtype=torch.float64)
+        with torch.no_grad():
+            for runner.microbatch, rows_B in enumerate(rows):
+                loss += model(ids[rows_B, :-1], ids[rows_B, 1:]).double()
+        every = gather_objects(routes.take(rows))
+        found.append((joined(every, 0), float(comm.all_reduce(loss, "loss"))))
+    return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [4, 8])
-def test_tokens_select_the_same_experts_on_more_ranks(num_ranks: int) -> None:
-    (alone,) = run_ranks(selected, 1, threads=1)
-    assert torch.equal(run_ranks(selected, num_ranks, threads=1)[0], alone)
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("ep2", "dp2"),
+        by_hand(("ep4", "dp2,ep2", "fsdp2,ep2", "fsdp4")),
+        by_hand(("ep8", "dp2,ep4", "fsdp4,ep2", "dp2,fsdp2,ep2")),
+    ],
+)
+def test_the_same_tokens_go_to_the_same_experts_with_the_same_loss_to_the_bit(
+    texts: tuple[str, ...],
+) -> None:
+    types, num_ranks = (torch.float32, torch.bfloat16), Strategy.parse(texts[0]).num_ranks
+    alone = run_ranks(routed, 1, ["dp1"], *types, threads=1)[0]
+    found = run_ranks(routed, num_ranks, texts, *types, threads=1)[0]
+    for n, (experts, loss) in enumerate(found):
+        right, expected = alone[n // len(texts)]
+        assert_same_experts(experts, right, texts[n % len(texts)])
+        assert loss == expected, texts[n % len(texts)]
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ("tp2", "cp2"),
+        by_hand(("ep2,tp2", "cp2,ep2", "cp2:ulysses,ep2", "ep2,tp2:megatron")),
+        by_hand(("ep4,tp2", "cp2,ep4", "fsdp2,ep2,tp2", "cp2,ep2,tp2")),
+    ],
+)
+def test_tokens_go_to_the_same_experts_beside_other_axes(texts: tuple[str, ...]) -> None:
+    """There sums have another order, and a loss other bits."""
+    ((right, expected),) = run_ranks(routed, 1, ["dp1"], torch.float32, threads=1)[0]
+    num_ranks = Strategy.parse(texts[0]).num_ranks
+    found = run_ranks(routed, num_ranks, texts, torch.float32, threads=1)[0]
+    for text, (experts, loss) in zip(texts, found, strict=True):
+        assert_same_experts(experts, right, text)
+        assert loss == pytest.approx(expected, rel=1e-5), text
+
+
+def assert_same_experts(found: dict[str, Tensor], right: dict[str, Tensor], text: str) -> None:
+    assert found.keys() == right.keys()
+    for name, experts_BTk in right.items():
+        assert experts_BTk.shape == (16, 13, EXPERTS.top_k)
+        assert len(experts_BTk.unique()) == EXPERTS.num_experts
+        ours = found[name][:, :13]  # cp pads rows
+        assert torch.equal(ours.sort(-1).values, experts_BTk.sort(-1).values), (text, name)
 
 
 def counted(text: str, experts: ExpertShape) -> tuple[list[Entry], list[Entry]]:

@@ -16,8 +16,8 @@ from phalanx.strategy import Strategy
 
 
 def test_rows_of_later_stages_are_exchanged_though_the_first_stage_is_dense() -> None:
-    """Four stages of one block: three dense ones and one with experts, or all with experts."""
-    shape = dataclasses.replace(shape_of("deepseek-v3-671b"), num_layers=4)
+    """Four stages of two blocks: the first three blocks are dense, or none."""
+    shape = dataclasses.replace(shape_of("deepseek-v3-671b"), num_layers=8)
     assert shape.experts is not None
     none_dense = dataclasses.replace(shape.experts, first_dense=0)
     strategy = Strategy.parse("pp4,ep8")

@@ -268,7 +268,7 @@ class MoE(nn.Module):
             load = self.router.load
             if counted_N is not None and load is not None and load.is_counting:
                 load.counts[-1] += (~is_kept_Nk & counted_N[:, None]).sum()
-        routed = Routed(x_ND, experts_Nk, num_experts, is_kept_Nk)
+        routed = Dispatched(x_ND, experts_Nk, num_experts, is_kept_Nk)
         started = self.experts.start(routed.rows_MD, routed.counts_E)
         shared_ND = None if self.shared is None else self.shared(x_ND)  # while rows travel
         if shared_ND is not None and self.shared_gate is not None:
@@ -299,7 +299,7 @@ def count(experts: Tensor, num_experts: int) -> Tensor:
     return flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
 
 
-class Routed:
+class Dispatched:
     """Tokens as the rows that their experts compute, and the way back.
 
     Attributes:

@@ -13,6 +13,9 @@ Cost      A rank sends the rows whose experts are elsewhere, (N-1)/N of M D elem
           routing, and returns as many, in both directions; with recomputation once more forward.
           The counts are 8 E bytes a rank, for which the host waits. Imbalance makes the rank with
           the most rows the slowest. Under tp every rank of tp exchanges the same rows.
+Same rows In generation all ranks of ep have the same rows[M, D] (`Target.same_rows`). Each computes
+          the rows of its own experts, and sends the results to all others by one all-to-all, whose
+          sizes all know without an all_gather: a rank receives (N-1)/N of M D elements.
 Limits    N must divide E. tp must be 1d or megatron.
 
 N = 2 ranks, E = 4 experts. Rank 0 receives the rows of experts 0 and 1 (a row is written as the
@@ -41,7 +44,7 @@ from phalanx.comm.ledger import Entry
 from phalanx.comm.pending import Pending
 from phalanx.comm.row_counts import RowCounts
 from phalanx.errors import StrategyError
-from phalanx.models.experts import Experts, Routed, eagerly
+from phalanx.models.experts import Dispatched, Experts, eagerly
 from phalanx.models.shape import ExpertShape
 from phalanx.parallel.composite import mapped
 from phalanx.parallel.local_parameters import local_parameters
@@ -152,7 +155,7 @@ class ExpertSplit(Split):
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Keep E/N experts of each block, and exchange rows in the forward of the experts."""
-        apply(model, comm)
+        apply(model, comm, same_rows=self.target.same_rows)
 
 
 def _check(skeleton: Skeleton, strategy: Strategy) -> None:
@@ -163,13 +166,11 @@ def _check(skeleton: Skeleton, strategy: Strategy) -> None:
     """
     name, degree = str(Strategy(ep=strategy.ep)), strategy.ep.degree
     stacks = [weight for weight in skeleton.weights if weight.is_expert]
-    if not stacks:
+    if not stacks and not experts_of(skeleton.model):  # a stage may have dense blocks alone
         what = f"the model is a {type(skeleton.model).__name__} without experts"
         for place, module in skeleton.model.named_modules():
-            if (
-                any(p.ndim == 3 for p in module.parameters(recurse=False))
-                or place[-7:] == "experts"
-            ):
+            is_stack = any(p.ndim == 3 for p in module.parameters(recurse=False))
+            if is_stack or place.endswith("experts"):
                 what = f"'{place}' of the model is a {type(module).__name__}"
                 break
         raise StrategyError(
@@ -179,6 +180,11 @@ def _check(skeleton: Skeleton, strategy: Strategy) -> None:
         )
     for weight in stacks:
         number = weight.shape[0]
+        if ".base_layer." in weight.name:
+            raise StrategyError(
+                f"{name}: '{weight.name}' has an adapter of PEFT, which ep does not split; the "
+                f"nearest is fsdp{degree}"
+            )
         if number % degree:
             legal = [n for n in range(2, number + 1) if number % n == 0]
             nearest = Axis(min(legal, key=lambda n: (abs(n - degree), n)), strategy.ep.kind)
@@ -188,12 +194,12 @@ def _check(skeleton: Skeleton, strategy: Strategy) -> None:
             )
 
 
-def apply(model: nn.Module, comm: Comm) -> None:
-    """Split the experts of a model over ep in place."""
+def apply(model: nn.Module, comm: Comm, *, same_rows: bool = False) -> None:
+    """Split the experts of a model over ep in place; for `same_rows` see `Target`."""
     for module in experts_of(model).values():
         for name, parameter in [*module.named_parameters(recurse=False)]:
             setattr(module, name, _own_experts(parameter, comm))
-        _bind(module, comm)
+        (_bind_same_rows if same_rows else _bind)(module, comm)
 
 
 def _own_experts(parameter: nn.Parameter, comm: Comm) -> nn.Parameter:
@@ -245,7 +251,7 @@ def _bind(module: nn.Module, comm: Comm) -> None:
     @eagerly
     def of_tokens(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         x_ND = hidden_states.reshape(-1, hidden_states.shape[-1])
-        routed = Routed(x_ND, top_k_index, cast(int, module.num_experts))
+        routed = Dispatched(x_ND, top_k_index, cast(int, module.num_experts))
         rows_MD = forward(routed.rows_MD, start(routed.rows_MD, routed.counts_E))
         wide = torch.promote_types(x_ND.dtype, torch.float32)
         return routed.combined(rows_MD, top_k_weights.to(wide)).view_as(hidden_states)
@@ -272,6 +278,24 @@ def _of_rows(
     finally:
         stack.num_experts = num_experts
     return y[: len(rows_RD)]
+
+
+def _bind_same_rows(module: nn.Module, comm: Comm) -> None:
+    """Let each rank compute the rows of its own experts, and gather the results of all ranks."""
+    # Rows of experts 0 0 1 | 2 2 3: sorted by expert, they are sorted by rank too.
+    own: Callable[..., Tensor] = module.forward
+    num_ranks, coord = comm.size("ep"), comm.coord("ep")
+
+    def forward(rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+        counts_Ne = counts_E.view(num_ranks, -1)
+        sizes: list[int] = counts_Ne.sum(1).tolist()
+        with local_parameters(module):
+            results_RD = own(rows_MD.split(sizes)[coord], counts_Ne[coord])
+        to_all = RowCounts(tuple((size,) * num_ranks for size in sizes))
+        return comm.exchange_rows(results_RD.repeat(num_ranks, 1), "ep", to_all)
+
+    replaced: Any = module
+    replaced.forward = forward
 
 
 def _by_expert(groups: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

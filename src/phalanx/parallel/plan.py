@@ -91,6 +91,7 @@ class Plan(Generic[Model]):
         run_on_shapes: Callable[[nn.Module, tuple[int, int]], object] | None = None,
         pp_rank: int = 0,
         make: Callable[[], Model] | None = None,
+        same_rows: bool = False,
     ) -> None:
         """Resolve the strategy; `make` returns the model that a skeleton describes."""
         require_built(strategy)
@@ -98,7 +99,8 @@ class Plan(Generic[Model]):
         self.strategy = strategy
         skeleton = model if isinstance(model, Skeleton) else skeleton_of(model)
         self._make = make or (lambda: cast(Model, skeleton.model))
-        self._whole = Target(strategy, skeleton, compute, roles, batch_norm, masks, run_on_shapes)
+        whole = Target(strategy, skeleton, compute, roles, batch_norm, masks, run_on_shapes)
+        self._whole = dataclasses.replace(whole, same_rows=same_rows)
         self._types = [split for split in SPLITS if split.applies_to(self._whole)]
         self._resolve(self._types, pp_rank)
 
@@ -307,11 +309,14 @@ def plan_decoder(
     master: torch.dtype = torch.float32,
     compute: torch.dtype | None = None,
     pp_rank: int = 0,
+    *,
+    same_rows: bool = False,
 ) -> Plan[Decoder]:
     """Return the plan of a decoder on the meta device; for the dtypes see `Decoder.on_meta`."""
     skeleton = skeleton_of_shape(shape, master, compute)
     make = functools.partial(Decoder.on_meta, shape, master, compute)
-    return Plan(strategy, skeleton, compute=compute, pp_rank=pp_rank, make=make)
+    options: dict[str, Any] = {"compute": compute, "pp_rank": pp_rank, "same_rows": same_rows}
+    return Plan(strategy, skeleton, make=make, **options)
 
 
 def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

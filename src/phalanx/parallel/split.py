@@ -96,6 +96,8 @@ class Target:
             modules outside of blocks; 1 without a pipeline.
         shapes: shapes of the first rank's shards of the parameters that earlier axes have split.
         later: the axes of the strategy that split the model after this one.
+        same_rows: whether all ranks have the same rows of a batch, as in generation: the model has
+            no gradients. Figures of bytes are of training all the same.
     """
 
     strategy: Strategy
@@ -110,6 +112,7 @@ class Target:
     num_end_stages: int = 1
     shapes: Shapes = field(default_factory=dict[Weight, tuple[int, ...]])
     later: tuple[type[Split], ...] = ()
+    same_rows: bool = False
 
     @property
     def compute_dtype(self) -> torch.dtype:

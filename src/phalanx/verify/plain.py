@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from phalanx.config import CorpusConfig
 from phalanx.data.samples import Batch
 from phalanx.data.token_file import TokenFile
-from phalanx.models.shape import ExpertShape, ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape, Yarn
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _LEVELS = 1 << 16
@@ -168,6 +168,8 @@ class PlainLatentAttention(nn.Module):
         assert shape.latent is not None
         self.of, self.num_heads = shape.latent, shape.num_heads
         self.width = self.of.plain_dim + self.of.rope_dim
+        yarn = shape.rope_scaling
+        self.scale = yarn.score_scale if isinstance(yarn, Yarn) else 1.0
         if self.of.query_rank is not None:
             self.q_down = nn.Linear(shape.hidden, self.of.query_rank, False)
             self.q_latent_norm = Norm(self.of.query_rank, shape)
@@ -195,7 +197,8 @@ class PlainLatentAttention(nn.Module):
         ):
             turned = _rotate(q[..., plain:], cos, sin)
             scores = q[..., :plain] @ kv[..., :plain].mT + turned @ turned_key.mT
-            scores = (scores / math.sqrt(self.width)).masked_fill(~sees[:, 0], -math.inf)
+            scores = scores * (self.scale / math.sqrt(self.width))
+            scores = scores.masked_fill(~sees[:, 0], -math.inf)
             mixed.append(scores.softmax(-1) @ kv[..., plain:])
         return self.output(torch.cat(mixed, -1))
 
@@ -510,13 +513,32 @@ class PlainDecoder(nn.Module):
         width = shape.head_dim if shape.latent is None else shape.latent.rope_dim
         pairs = torch.arange(width // 2, dtype=torch.float64, device=positions.device)
         frequency = 1 / theta ** (2 * pairs / width)
-        if scaling is not None:
+        stretch = 1.0
+        if isinstance(scaling, Yarn):
+            frequency, stretch = _yarn(scaling, frequency, theta), scaling.rotation_scale
+        elif scaling is not None:
             factor, low, high, length = scaling
             wave = 2 * math.pi / frequency
             smooth = ((length / wave - low) / (high - low)).clamp(0, 1)
             frequency = (1 - smooth) * frequency / factor + smooth * frequency
         angle = positions.double()[:, :, None, None] * frequency
-        return angle.cos().to(wide), angle.sin().to(wide)
+        return (stretch * angle.cos()).to(wide), (stretch * angle.sin()).to(wide)
+
+
+def _yarn(of: Yarn, frequency: Tensor, theta: float) -> Tensor:
+    """Return the frequencies of YaRN."""
+    num_pairs = len(frequency)
+    # The pair, as a real number, that turns as often as each border in a row of pre-training.
+    first, last = (
+        num_pairs * math.log(of.original_length / (2 * math.pi * turns), theta)
+        for turns in (of.beta_fast, of.beta_slow)
+    )
+    if of.truncate:
+        first, last = float(math.floor(first)), float(math.ceil(last))
+    first, last = max(first, 0.0), min(last, 2.0 * num_pairs - 1)
+    width = 0.001 if first == last else last - first
+    slow = [min(max((pair - first) / width, 0.0), 1.0) for pair in range(num_pairs)]
+    return frequency * frequency.new_tensor([1 - part + part / of.factor for part in slow])
 
 
 def _layer_keys(keys: Tensor | None, layer: int) -> Tensor | None:

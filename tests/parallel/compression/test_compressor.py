@@ -3,17 +3,22 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from phalanx.comm.axes import DENSE, EXPERT
 from phalanx.comm.comm import Ranks
 from phalanx.comm.dry_run import CountingComm
 from phalanx.comm.ledger import Ledger
 from phalanx.launch.local import run_ranks
-from phalanx.parallel.compression.chosen import COMPRESSORS
+from phalanx.models.decoder import Decoder
+from phalanx.models.shape import ExpertShape, ModelShape
+from phalanx.parallel.compression.chosen import COMPRESSORS, compress
 from phalanx.parallel.compression.compressor import Compressor
 from phalanx.parallel.compression.low_rank import RANK
 from phalanx.parallel.compression.rounded import BLOCK, Bf16, Int8
 from phalanx.parallel.data import BucketedReducer
+from phalanx.parallel.plan import Plan
+from phalanx.strategy import Strategy
 
 SHAPES = ((48, 64), (5,), (64, 9, 8), (1,))
 
@@ -224,3 +229,66 @@ def test_only_the_axes_of_the_parameters_are_summed(sums: str, axes: set[str]) -
     flat = torch.empty(64, device="meta")
     COMPRESSORS["bf16"](comm).start(0, flat, [flat], sums).wait()
     assert {entry.axis for entry in comm.entries()} == axes
+
+
+def sums_of_a_stack() -> tuple[Tensor, Tensor]:
+    comm = Ranks({"dp": 2})
+    stack = torch.randn(9, 32, 64, generator=torch.Generator().manual_seed(comm.rank))
+    whole, alone = COMPRESSORS["powersgd"](comm), COMPRESSORS["powersgd"](comm)
+    for _ in range(2):  # the second has errors of the first
+        together, parts = stack.clone(), [each.clone() for each in stack]
+        whole.start(0, together.view(-1), [together]).wait()
+        for number, part in enumerate(parts):
+            alone.start(number, part.view(-1), [part]).wait()
+    return together, torch.stack(parts)
+
+
+def test_powersgd_takes_each_matrix_of_a_stack_by_itself() -> None:
+    together, alone = run_ranks(sums_of_a_stack, 2, threads=1)[0]
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+
+
+EXPERTS = ModelShape(
+    vocab_size=64, num_layers=2, hidden=64, num_heads=4, num_kv_heads=2, head_dim=16, ffn=64,
+    max_seq_len=16, experts=ExpertShape(num_experts=16, top_k=4, ffn=32, shared_ffn=32),
+)  # fmt: skip
+
+
+def gradients_with_experts(text: str, names: list[str]) -> list[dict[str, Tensor]]:
+    """Return the whole gradients of the third step under each compressor."""
+    strategy, found = Strategy.parse(text), list[dict[str, Tensor]]()
+    for name in names:
+        comm, model = Ranks(strategy), Decoder(EXPERTS)
+        model.initialize(3)
+        runner = Plan(strategy, model).build(comm)
+        compress(runner.reducer, name, strategy, "float32")
+        assert runner.reducer is not None
+        for step in range(3):
+            model.zero_grad()
+            ids = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(step))
+            ids = ids.chunk(comm.size("data"))[comm.coord("data")]
+            runner.reducer.before_backward(runner.reducer.parameters)
+            (model(ids[:, :-1], ids[:, 1:]) / 128).backward()
+            runner.reducer.finish()
+        whole = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append(
+            {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in whole.items()}
+        )
+    return found
+
+
+@pytest.mark.slow
+def test_ep_compresses_what_dp_alone_does() -> None:
+    names = ["none", "bf16", "powersgd", "int8"]
+    exact, *alone = run_ranks(gradients_with_experts, 2, "dp2", names, threads=1)[0]
+    right, *beside = run_ranks(gradients_with_experts, 4, "dp2,ep2", names, threads=1)[0]
+    for name, whole in exact.items():
+        assert relative(right[name], whole) < 1e-6, name
+        # A sum over ep in another order may round otherwise.
+        assert relative(beside[0][name], alone[0][name]) < 4e-3, name
+        assert relative(beside[1][name], alone[1][name]) < 1e-4, name
+    # Blocks of int8 have other members, and one scale.
+    for found in (alone[2], beside[2]):
+        largest = max(float(whole.abs().max()) for whole in exact.values())
+        for name, whole in exact.items():
+            assert float((found[name] - whole).abs().max()) < largest / 16, name

@@ -36,11 +36,11 @@ RANK: Final = 4
 
 @dataclass
 class _Matrix:
-    """Compressor state of a gradient with two or more dimensions, viewed as M[m, n].
+    """Compressor state of a gradient, viewed as S matrices M[m, n]: see `_matrices`.
 
     Attributes:
-        error: [m, n], the error of the last step; during a step, M.
-        q: [n, r], the matrix Q of the last step.
+        error: [S, m, n], the error of the last step; during a step, M.
+        q: [S, n, r], the matrix Q of the last step.
     """
 
     error: Tensor
@@ -56,17 +56,19 @@ class LowRankSum(Compressor):
 
     @override
     def _start(self, number: int, flat: Tensor, parts: Sequence[Tensor]) -> Pending:
-        wide = [at for at, part in enumerate(parts) if _is_wide(part)]
-        rest = [part for part in parts if not _is_wide(part)]
+        views = [_matrices(part) for part in parts]
+        wide = [at for at, view in enumerate(views) if view is not None]
+        rest = [part for part, view in zip(parts, views, strict=True) if view is None]
         matrices: list[_Matrix] = []
         for at in wide:
-            part = parts[at]
+            view = views[at]
+            assert view is not None
             if (number, at) not in self._matrices:
-                error = part.new_zeros(len(part), part.numel() // len(part), dtype=torch.float32)
-                q = _first_q(error.new_empty(error.shape[1], RANK))
+                error = torch.zeros_like(view, dtype=torch.float32)
+                q = _first_q(error.new_empty(len(error), error.shape[2], RANK))
                 self._matrices[number, at] = _Matrix(error, q)
             matrix = self._matrices[number, at]
-            matrix.error.add_(part.reshape(matrix.error.shape))
+            matrix.error.add_(view)
             matrices.append(matrix)
         #   `_start`     P_r = M_r Q  [m, r]      message: P_r of all matrices | small gradients
         #                all_reduce, while backward computes
@@ -85,22 +87,25 @@ class LowRankSum(Compressor):
         matrices: Sequence[_Matrix], message: Tensor, hop: Pending,
     ) -> Pending:  # fmt: skip
         hop.wait()
-        sizes = [len(matrix.error) * RANK for matrix in matrices]
+        shapes = [(*matrix.error.shape[:2], RANK) for matrix in matrices]
+        sizes = [math.prod(shape) for shape in shapes]
         *sums, exact = message.split([*sizes, len(message) - sum(sizes)])
         for part, total in zip(rest, exact.split([part.numel() for part in rest]), strict=True):
             part.copy_(total.view_as(part))
-        bases = [torch.linalg.qr(each.view(-1, RANK)).Q for each in sums]
-        columns = [matrix.error.T @ base for matrix, base in zip(matrices, bases, strict=True)]
+        bases = [
+            torch.linalg.qr(each.view(shape)).Q for each, shape in zip(sums, shapes, strict=True)
+        ]
+        columns = [matrix.error.mT @ base for matrix, base in zip(matrices, bases, strict=True)]
         totals = self.comm.all_reduce(_joined(columns, flat), AXIS)
         totals_q = totals.split([each.numel() for each in columns])
         for part, matrix, base, mine, total in zip(
             wide, matrices, bases, columns, totals_q, strict=True
         ):
-            q = total.view(-1, RANK)
-            part.copy_((base @ q.T).view_as(part))
+            q = total.view_as(mine)
+            part.copy_((base @ q.mT).view_as(part))
             # With the rank's own Q_r: the errors of all ranks then sum to sum M_r - P Q^T, which is
             # exactly what the result lacks.
-            matrix.error.addmm_(base, mine.T, alpha=-1)
+            matrix.error.baddbmm_(base, mine.mT, alpha=-1)
             zero_nonfinite(matrix.error)
             # A loss that overflowed leaves a Q of NaN, from which no later step would recover.
             matrix.q = torch.where(q.isfinite().all(), q, _first_q(q))
@@ -111,18 +116,26 @@ class LowRankSum(Compressor):
         self._matrices.clear()
 
 
-def _is_wide(part: Tensor) -> bool:
-    """Return whether the two narrow matrices are at most half as large as a gradient."""
-    if part.ndim < 2:
-        return False
-    m, n = part.shape[0], math.prod(part.shape[1:])
+def _matrices(part: Tensor) -> Tensor | None:
+    """Return a gradient as matrices [S, m, n]; None if their narrow ones are not half as large.
+
+    A stack, such as experts [E, F, D], has a matrix each: what follows from one expert does not
+    depend on others. The kernels of a convolution are too small for that, and are one matrix.
+    """
+    if part.ndim == 3 and _is_wide(*part.shape[1:]):
+        return part
+    is_one = part.ndim > 1 and _is_wide(len(part), part.numel() // len(part))
+    return part.reshape(1, len(part), -1) if is_one else None
+
+
+def _is_wide(m: int, n: int) -> bool:
     return 2 * RANK * (m + n) <= m * n
 
 
 def _first_q(like: Tensor) -> Tensor:
-    """Return a random matrix with the shape of `like`, the same on all ranks."""
-    generator = torch.Generator().manual_seed(len(like))
-    return torch.randn(like.shape, generator=generator).to(like.device)
+    """Return equal random matrices with the shape of `like`, [S, n, r], the same on all ranks."""
+    generator = torch.Generator().manual_seed(like.shape[1])
+    return torch.randn(like.shape[1:], generator=generator).to(like.device).repeat(len(like), 1, 1)
 
 
 def _joined(parts: Sequence[Tensor], flat: Tensor) -> Tensor:
