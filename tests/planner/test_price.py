@@ -25,7 +25,8 @@ def test_rows_of_later_stages_are_exchanged_though_the_first_stage_is_dense() ->
         price(decoder_step(each, strategy, 4096, 1, 8), cluster("h100:32"), DEFAULT).experts_s
         for each in (dataclasses.replace(shape, experts=none_dense), shape)
     )
-    assert sparse > 0 and dense_first == pytest.approx(sparse)
+    # The busiest stage has blocks 2 to 4, of which the first is dense.
+    assert sparse > 0 and dense_first == pytest.approx(2 / 3 * sparse)
 
 
 def test_owners_of_muon_share_its_iteration() -> None:
