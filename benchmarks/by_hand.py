@@ -1,14 +1,15 @@
-"""What loops written by hand share: the transformers Llama in our sizes, and their last line."""
+"""What loops written by hand share: transformers models in our sizes, and their last line."""
 
 import argparse
 import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 
 def read_arguments(parser: argparse.ArgumentParser, sizes: Mapping[str, int]) -> argparse.Namespace:
@@ -31,19 +32,41 @@ def join() -> None:
 
 def llama(args: argparse.Namespace) -> LlamaForCausalLM:
     """Return the model, float32."""
-    config = LlamaConfig(
-        vocab_size=args.vocabulary,
-        hidden_size=args.hidden,
-        intermediate_size=args.ffn,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.heads,
-        num_key_value_heads=args.heads,
-        max_position_embeddings=args.seq_len,
-        tie_word_embeddings=False,
-        use_cache=False,
-        attn_implementation="sdpa",
+    return LlamaForCausalLM(LlamaConfig(intermediate_size=args.ffn, **_sizes(args)))
+
+
+def mixtral(args: argparse.Namespace, implementation: str) -> MixtralForCausalLM:
+    """Return a model with experts, two of them a token, float32.
+
+    Args:
+        args: with `experts`, their number; each has half of `ffn`, so a token meets the same
+            products as in `llama`.
+        implementation: how transformers applies the experts: eager, batched_mm or grouped_mm.
+    """
+    config = MixtralConfig(
+        intermediate_size=args.ffn // 2,
+        num_local_experts=args.experts,
+        num_experts_per_tok=2,
+        output_router_logits=True,
+        router_aux_loss_coef=0.01,
+        experts_implementation=implementation,
+        **_sizes(args),
     )
-    return LlamaForCausalLM(config)
+    return MixtralForCausalLM(config)
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "vocab_size": args.vocabulary,
+        "hidden_size": args.hidden,
+        "num_hidden_layers": args.layers,
+        "num_attention_heads": args.heads,
+        "num_key_value_heads": args.heads,
+        "max_position_embeddings": args.seq_len,
+        "tie_word_embeddings": False,
+        "use_cache": False,
+        "attn_implementation": "sdpa",
+    }
 
 
 def leave(num_tokens: int, seconds: Sequence[float]) -> None:

@@ -1,11 +1,12 @@
-"""The loops to compare with, written by hand around the transformers Llama: DDP, FSDP2, DTensor.
+"""The loops to compare with, by hand around the Llama or Mixtral of transformers: DDP, FSDP2, TP.
 
 Written as a careful user would: fused AdamW over float32 weights, SDPA attention, clipping. DDP
 runs under bfloat16 autocast, with gradients as views of their buckets; FSDP2 shards each layer and
 the rest, gathers in bfloat16 and reduces in float32; tensor parallelism is ColwiseParallel and
 RowwiseParallel of torch.distributed.tensor on the maps of attention and MLP, and ColwiseParallel on
 the head with the loss in parallel; its DTensors and its plain tensors are clipped each by their own
-norm. The tokens are made beforehand, so loading costs nothing.
+norm. With --experts each MLP is that many experts of half its size, two a token, and the loss
+contains the balancing loss. The tokens are made beforehand, so loading costs nothing.
 """
 
 import argparse
@@ -25,9 +26,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaForCausalLM
+from transformers import PreTrainedModel
 
-from by_hand import join, leave, llama, read_arguments
+from by_hand import join, leave, llama, mixtral, read_arguments
 
 LAYER = {
     **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
@@ -38,7 +39,7 @@ LAYER = {
 }
 
 
-def wrap(model: LlamaForCausalLM, kind: str, precision: str) -> torch.nn.Module:
+def wrap(model: PreTrainedModel, kind: str, precision: str) -> torch.nn.Module:
     if kind == "ddp":
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -66,9 +67,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wrap", choices=["ddp", "fsdp", "tp"], required=True)
     parser.add_argument("--precision", choices=["bfloat16", "float32"], default="bfloat16")
-    args = read_arguments(parser, {})
+    parser.add_argument("--implementation", default="eager", help="of the experts")
+    args = read_arguments(parser, {"experts": 0})
     join()
-    model = wrap(llama(args), args.wrap, args.precision)
+    model = mixtral(args, args.implementation) if args.experts else llama(args)
+    model = wrap(model, args.wrap, args.precision)
     # Neither the fused kernel nor clipping takes a mix of DTensors and plain tensors.
     by_kind = {True: [], False: []}
     for parameter in model.parameters():

@@ -25,12 +25,14 @@ CHATML = (
 def model_folder(
     folder: Path, template: str | None = CHATML, seed: int = 7, shape: ModelShape = SHAPE
 ) -> Path:
-    """Write the folder of a small Llama with random weights; return `folder`."""
+    """Write the folder of a small model, by default a Llama, of random weights."""
     # Here, because collecting tests imports no torch.
     import torch
 
+    from phalanx.checkpoint.tensor_file import TensorInfo
     from phalanx.checkpoint.weights import sizes_of
     from phalanx.hugging_face.config import config_to_hf
+    from phalanx.hugging_face.families import family_of
     from phalanx.hugging_face.folder import write_folder
     from phalanx.hugging_face.names import table
     from phalanx.models.decoder import Decoder
@@ -39,14 +41,14 @@ def model_folder(
     model = Decoder(shape)
     model.initialize(seed)
     weights = dict(model.named_parameters())
-    links = {link.theirs: link for link in table(shape, "llama")}
-    config = config_to_hf(shape, "float32", "llama", {"eos_token_id": 258})
-    sizes = {name: link.join_sizes(sizes_of(shape)) for name, link in links.items()}
+    links = {link.theirs: link for link in table(shape, family_of(shape))}
+    config = config_to_hf(shape, "float32", family_of(shape), {"eos_token_id": 258})
+    sizes = sizes_of(shape)
+    tensors = {n: TensorInfo(torch.float32, link.join_sizes(sizes)) for n, link in links.items()}
     write_folder(
         folder,
         config,
-        sizes,
-        torch.float32,
+        tensors,
         lambda name: links[name].join([weights[part].detach() for part in links[name].ours]),
         1 << 30,
     )

@@ -81,6 +81,23 @@ def classifier() -> Any:
     return LlamaForSequenceClassification(config)
 
 
+def mixture() -> Any:
+    """Return a model with experts in float64, in which rounding changes no selection."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=WORDS + 4, **sizes, num_attention_heads=4, num_key_value_heads=4,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )
+    ).double()  # fmt: skip
+    model.set_experts_implementation("eager")  # grouped products have no float64
+    return model
+
+
 def tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -132,10 +149,12 @@ class Side:
         return self.kind(name)(model, args=args, **{**self.more, **own})
 
 
-def plain_job(name: str, num_rows: int = 32, **own: Any) -> Callable[[Side], Any]:
+def plain_job(
+    name: str, num_rows: int = 32, make: Callable[[], Any] = decoder, **own: Any
+) -> Callable[[Side], Any]:
     def job(side: Side) -> Any:
         trainer = side.trainer(
-            "Trainer", decoder(), side.args(name, **own), data_collator=padded,
+            "Trainer", make(), side.args(name, **own), data_collator=padded,
             train_dataset=Texts(num_rows), eval_dataset=Texts(11, 1),
         )  # fmt: skip
         trainer.train()
@@ -162,14 +181,12 @@ def evaluation(side: Side) -> Any:
     return [before, *trainer.state.log_history, trainer.evaluate(), found.metrics, logits]
 
 
-def resume(side: Side) -> Any:
+def resume(side: Side, make: Callable[[], Any] = decoder) -> Any:
     """Stop after 3 of 4 steps of two passes, and resume in a new trainer."""
 
     def trainer(**own: Any) -> Any:
         args = side.args("resume", save_strategy="steps", save_steps=1, seed=1, **own)
-        return side.trainer(
-            "Trainer", decoder(), args, data_collator=padded, train_dataset=Texts(27)
-        )
+        return side.trainer("Trainer", make(), args, data_collator=padded, train_dataset=Texts(27))
 
     trainer(max_steps=3).train()
     resumed = trainer()
@@ -264,6 +281,12 @@ JOBS: dict[str, Callable[[Side], Any]] = {
     "SFT, LoRA": lora,
     "DPO, reference model": dpo,
 }
+OF_EXPERTS: dict[str, Callable[[Side], Any]] = {
+    "experts": plain_job("experts", 27, mixture, eval_strategy="epoch"),
+    "experts, checkpointing": plain_job("again", 27, mixture, gradient_checkpointing=True),
+    "experts, resume": lambda side: resume(side, mixture),
+}
+"""Jobs for ep, which tp does not split."""
 
 
 def run_jobs(strategy: str, out: Path, names: list[str]) -> None:
@@ -272,7 +295,7 @@ def run_jobs(strategy: str, out: Path, names: list[str]) -> None:
     found: dict[str, Any] = {}
     for name in names:
         try:
-            found[name] = JOBS[name](Side(strategy, out))
+            found[name] = (JOBS | OF_EXPERTS)[name](Side(strategy, out))
         except Exception as error:  # the class refuses the job, or fails
             found[name] = f"{type(error).__name__}: {error}"
         if os.environ.get("RANK", "0") == "0":
@@ -335,7 +358,7 @@ def main() -> None:
     parser.add_argument("--jobs", default=",".join(JOBS), help="names, separated by commas")
     parser.add_argument("--strategies", default=",".join(("one", *STRATEGIES, "torchrun")))
     given = parser.parse_args()
-    names = [name for name in JOBS if name in given.jobs]
+    names = [name for name in JOBS | OF_EXPERTS if name in given.jobs]
     if given.side:
         run_jobs(given.side, given.out, names)
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -60,12 +61,35 @@ def test_private_names_of_transformers() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["dp2", "fsdp2", "tp2"])
+@pytest.mark.parametrize("strategy", ["dp2", "fsdp2", "tp2", "ep2"])
 def test_jobs_log_the_numbers_of_one_process(strategy: str) -> None:
     pytest.importorskip("trl")
     trainers = pytest.importorskip("trainers")
-    names = [*trainers.JOBS]
+    names = [*trainers.OF_EXPERTS] if strategy == "ep2" else [*trainers.JOBS]
     plain = trainers.logs_of("plain", names)
     ranks = trainers.logs_of(strategy, names)
     gaps = {name: trainers.difference(plain[name], ranks[name]) for name in names}
     assert {name: gap for name, gap in gaps.items() if gap > MOST} == {}
+
+
+def warnings_of_a_trainer(folder: Path, is_balanced: bool) -> list[str]:
+    from transformers import TrainingArguments
+
+    import trainers
+    from phalanx.hf import Trainer
+
+    model = trainers.mixture()
+    model.config.output_router_logits = is_balanced
+    with warnings.catch_warnings(record=True) as found:
+        Trainer(model, TrainingArguments(str(folder), use_cpu=True, report_to=[]), strategy="dp2")
+    return [str(each.message) for each in found if "balancing loss" in str(each.message)]
+
+
+@pytest.mark.slow
+def test_a_balancing_loss_of_own_rows_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from phalanx.launch.local import run_ranks
+
+    first, second = run_ranks(warnings_of_a_trainer, 2, tmp_path, True)
+    assert len(first) == 1 and not second
+    assert run_ranks(warnings_of_a_trainer, 2, tmp_path, False) == [[], []]

@@ -57,6 +57,12 @@ LLAMA3_ROPE: dict[str, Any] = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 300.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 8,
+}
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
 GPT2_SIZES: dict[str, Any] = {
     "vocab_size": 97, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4,
@@ -175,6 +181,10 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "deepseek-v3-direct-queries": lambda: deepseek_v3(
         q_lora_rank=None, first_k_dense_replace=0, norm_topk_prob=False
     ),
+    "deepseek-v3-yarn": lambda: deepseek_v3(
+        rope_parameters={**YARN, "mscale": 0.8, "mscale_all_dim": 1.2, "beta_fast": 3.0}
+    ),
+    "qwen3-yarn": lambda: qwen3(rope_parameters={**YARN, "beta_slow": 0.1, "truncate": False}),
 }  # fmt: skip
 
 

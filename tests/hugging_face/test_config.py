@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from folders import GPT2, edit_config, files_of, saved
-from small_models import FULL, LLAMA3_ROPE, WINDOWED, model_of
+from small_models import FULL, LLAMA3_ROPE, WINDOWED, YARN, model_of
 from transformers import MixtralConfig
 
 from phalanx.errors import ConfigError, PhalanxError
@@ -23,6 +23,10 @@ from phalanx.models.shape import ExpertShape, ModelShape
 
 def llama3_rope(**changes: Any) -> Callable[[Path], None]:
     return edit_config(rope_parameters={**LLAMA3_ROPE, **changes})
+
+
+def yarn(**changes: Any) -> Callable[[Path], None]:
+    return edit_config(rope_parameters={**YARN, **changes})
 
 
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
@@ -57,6 +61,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "rope order": (
         llama3_rope(low_freq_factor=4.0), r"low_freq_factor is 4 and high_freq_factor is 4; expect"
     ),
+    "yarn without a factor": (yarn(factor=None), "factor is None; expected a number"),
+    "yarn, shorter": (yarn(factor=0.5), r"yarn: factor is 0\.5; it must be at least 1, finite"),
+    "yarn, borders": (yarn(beta_fast=1.0), "beta_fast is 1 and beta_slow is 1; expected beta_slow"),
+    "yarn, truncate": (yarn(truncate=1), "truncate is 1; expected true or false"),
+    "yarn, theta": (yarn(rope_theta=1.0), r"rope_theta is 1\.0; it must be above 1 and finite"),
     "tied is no flag": (
         edit_config(tie_word_embeddings="false"), r"tie_word_embeddings is 'false'; expected true"
     ),

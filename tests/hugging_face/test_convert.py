@@ -31,7 +31,8 @@ from transformers.utils import logging
 from marks import by_hand
 from phalanx.checkpoint import index, manifest, state
 from phalanx.checkpoint.sharding import file_of
-from phalanx.checkpoint.weights import open_checkpoint, sizes_of
+from phalanx.checkpoint.tensor_file import TensorInfo
+from phalanx.checkpoint.weights import load_decoder, open_checkpoint, sizes_of
 from phalanx.cli.main import main
 from phalanx.comm.comm import Ranks
 from phalanx.config import OptimizerConfig, ShapeConfig, TrainConfig
@@ -198,14 +199,24 @@ def test_what_is_no_model_of_transformers_is_refused() -> None:
         decoder_of(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_kept_exactly(dtype: torch.dtype, tmp_path: Path) -> None:
-    theirs = model_of("gpt2").to(dtype)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("gpt2", torch.bfloat16), ("gpt2", torch.float16), ("deepseek_v3", torch.bfloat16)],
+)
+def test_half_precision_is_kept_exactly(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """The bias of a router is float32 in a bfloat16 model, in both libraries."""
+    theirs = model_of(name.replace("_", "-")).to(dtype)
+    torch.manual_seed(0)
+    for router in theirs.modules():
+        if (bias := getattr(router, "e_score_correction_bias", None)) is not None:
+            router.e_score_correction_bias = 5 + torch.randn(bias.shape) / 16
     theirs.save_pretrained(tmp_path / "saved")
-    convert(tmp_path / "saved", tmp_path / "ours")
+    convert(tmp_path / "saved", tmp_path / "ours", dtype=dtype)
     ours = open_checkpoint(tmp_path / "ours")
-    for name, expected in from_hf(theirs.state_dict(), ours.shape, "gpt2").items():
-        assert torch.equal(ours.read(name), expected.float()), name
+    for key, expected in from_hf(theirs.state_dict(), ours.shape, name).items():
+        assert torch.equal(ours.read(key), expected), key
+    decoder = load_decoder(ours, dtype, "cpu")
+    assert_equal(decoder.state_dict(), from_hf(theirs.state_dict(), ours.shape, name))
     convert(tmp_path / "ours", tmp_path / "back", dtype=dtype)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto")
     assert loaded.dtype == dtype
@@ -453,8 +464,7 @@ def written(folder: Path, shape: ModelShape) -> int:
     write_folder(
         folder,
         config_to_hf(shape, "float32"),
-        sizes,
-        torch.float32,
+        {name: TensorInfo(torch.float32, size) for name, size in sizes.items()},
         lambda name: torch.rand(sizes[name]),
         1 << 40,
     )

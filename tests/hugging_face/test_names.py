@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from dataclasses import replace
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
 from phalanx.models.loss import IGNORE
 from phalanx.models.registry import PRESETS, shape_of
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ModelShape, Yarn
 from phalanx.parallel import data
 from phalanx.parallel.accumulate import Accumulate
 from phalanx.train.optimizer import build_optimizer
@@ -299,14 +300,34 @@ def test_one_tensor_at_a_time_is_the_whole(name: str) -> None:
     assert sorted(n for link in links for n in link.ours) == sorted(weights)
 
 
+def test_yarn_is_read_as_released_files_declare_it() -> None:
+    deepseek = {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    }  # fmt: skip
+    qwen = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    by_heads = Yarn(factor=40.0, original_length=4096, mscale=1.0, mscale_all_dim=1.0)
+    for name, scaling, expected in (
+        ("deepseek-v3", deepseek, by_heads),
+        ("qwen3", qwen, Yarn(factor=4.0, original_length=32768)),
+        ("qwen3", {"type": "yarn", "factor": 4}, Yarn(factor=4.0, original_length=128)),
+    ):
+        config = {**model_of(name).config.to_dict(), "rope_theta": 1e4, "rope_scaling": scaling}
+        del config["rope_parameters"]
+        assert shape_from_hf(config).rope_scaling == expected
+    assert by_heads.rotation_scale == 1.0
+    assert by_heads.score_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2)
+
+
 def test_unknown_configs_are_refused() -> None:
     # A config under a near type's name may load and mean another model: none is suggested.
     with pytest.raises(
         ConfigError, match=r"model_type is 'lama'; legal are llama, mistral, qwen2, "
     ):
         shape_from_hf({"model_type": "lama"})
-    with pytest.raises(ConfigError, match="rope_type is 'yarn'"):
-        shape_from_hf({**LlamaConfig(**SIZES).to_dict(), "rope_parameters": {"rope_type": "yarn"}})
+    with pytest.raises(ConfigError, match="rope_type is 'dynamic'"):
+        dynamic = {"rope_type": "dynamic"}
+        shape_from_hf({**LlamaConfig(**SIZES).to_dict(), "rope_parameters": dynamic})
     with pytest.raises(ConfigError, match="mlp_bias is True"):
         shape_from_hf(LlamaConfig(**SIZES, mlp_bias=True).to_dict())
     with pytest.raises(ConfigError, match=r"partial_rotary_factor is 0\.5; only 1\.0"):

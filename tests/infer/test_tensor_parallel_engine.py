@@ -38,6 +38,7 @@ from phalanx.launch.heartbeat import PULSE, Beat
 from phalanx.launch.heartbeat_monitor import HeartbeatMonitor
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
+from phalanx.strategy import Strategy
 
 GREEDY = Sampling(max_tokens=NUM_NEW, temperature=0, ignore_end=True)
 
@@ -97,7 +98,10 @@ def test_tokens_equal_generate(
         ("tp2", "olmoe"),
         *(
             pytest.param(*each, marks=pytest.mark.slow)
-            for each in (("tp2:megatron", "olmoe"), ("tp2", "mixtral"), ("tp2", "qwen2-moe"))
+            for each in (
+                *(("tp2:megatron", "olmoe"), ("tp2", "mixtral"), ("tp2", "qwen2-moe")),
+                *(("ep2,tp2", "mixtral"), ("ep2,tp2:megatron", "deepseek-v3")),
+            )
         ),
     ],
 )
@@ -238,19 +242,19 @@ def test_the_cache_takes_the_memory_of_each_gpu(monkeypatch: pytest.MonkeyPatch)
     shape = model.shape
     token_bytes = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 4
     monkeypatch.setattr(assembly, "free_memory_bytes", lambda device: 16 * token_bytes * 100)
-    config = EngineConfig(slots=1000)
+    config, tp2 = EngineConfig(slots=1000), Strategy.parse("tp2")
     most = int(assembly.CACHE_PART * 100)
-    assert assembly.num_blocks_of(config, model) == most
-    assert assembly.num_blocks_of(config, model, 2) == most  # each holds half of all blocks
+    assert assembly.num_blocks_of(config, model, Strategy()) == most
+    assert assembly.num_blocks_of(config, model, tp2) == most  # each holds half of all blocks
     elsewhere = Decoder(shape).to("meta")  # as a GPU, no memory of this host
-    assert assembly.num_blocks_of(config, elsewhere, 2) == 2 * most
+    assert assembly.num_blocks_of(config, elsewhere, tp2) == 2 * most
 
 
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("dp2", "strategy is dp2; generation splits a model only by tp"),
-        ("ep2", "strategy is ep2; generation splits a model only by tp"),
+        ("dp2", "strategy is dp2; generation splits a model only by tp, in the layouts 1d"),
+        ("ep2", "the model is a Decoder without experts; the nearest is dp2"),
         ("tp4:2d", "the nearest are tp4 and tp4:megatron"),
         ("tp3", "3"),
         ("tpx", "tpx"),

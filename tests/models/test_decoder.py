@@ -16,7 +16,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.initial import fill_initial
 from phalanx.models.loss import IGNORE
 from phalanx.models.random import row_keys
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import LatentShape, ModelShape, Yarn
 from phalanx.verify.plain import PlainDecoder
 
 LLAMA = ModelShape(
@@ -75,7 +75,26 @@ def tokens(num_rows: int, length: int) -> Tensor:
     return torch.randint(0, 61, (num_rows, length), generator=torch.Generator().manual_seed(0))
 
 
-@FAMILIES
+YARN = Yarn(factor=6.0, original_length=8)
+COARSE = Yarn(factor=9.0, original_length=400, beta_fast=8.0, truncate=False, attention_factor=1.3)
+BY_HEADS = Yarn(factor=6.0, original_length=8, beta_slow=0.1, mscale=0.7, mscale_all_dim=1.1)
+STRETCHED = {
+    "yarn": dataclasses.replace(LLAMA, rope_scaling=YARN),
+    "yarn, coarse": dataclasses.replace(LLAMA, rope_scaling=COARSE),
+    "yarn, latent": dataclasses.replace(
+        LLAMA,
+        num_kv_heads=4,
+        head_dim=10,
+        qk_norm=False,
+        rope_scaling=BY_HEADS,
+        latent=LatentShape(query_rank=None, kv_rank=12, plain_dim=6, rope_dim=4, value_dim=7),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "shape", [*SHAPES.values(), *STRETCHED.values()], ids=[*SHAPES, *STRETCHED]
+)
 def test_equals_the_plain_decoder(shape: ModelShape) -> None:
     model, plain = make(shape), PlainDecoder(shape).double()
     with torch.no_grad():

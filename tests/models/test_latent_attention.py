@@ -13,7 +13,7 @@ from phalanx.errors import ConfigError, StrategyError
 from phalanx.launch.local import run_ranks
 from phalanx.models.attention import LatentAttention, rotation
 from phalanx.models.decoder import Decoder
-from phalanx.models.shape import LatentShape, Lora, ModelShape
+from phalanx.models.shape import LatentShape, Lora, ModelShape, Yarn
 from phalanx.parallel.plan import plan_decoder
 from phalanx.strategy import Strategy
 from phalanx.verify.batches import decoder_batches
@@ -94,7 +94,9 @@ def verdicts(shapes: Sequence[ModelShape], texts: Sequence[str]) -> list[tuple[s
 )
 def test_ranks_compute_what_one_process_computes(texts: Sequence[str]) -> None:
     number = Strategy.parse(texts[0]).num_ranks
-    for text, error in run_ranks(verdicts, number, (SHAPE, DIRECT), texts)[0]:
+    yarn = Yarn(factor=6.0, original_length=4, beta_fast=2.0, mscale=0.7, mscale_all_dim=1.1)
+    shapes = SHAPE, dataclasses.replace(DIRECT, rope_scaling=yarn)
+    for text, error in run_ranks(verdicts, number, shapes, texts)[0]:
         assert error <= 1e-10, text
 
 

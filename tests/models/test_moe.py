@@ -195,6 +195,21 @@ def test_the_bias_selects_and_never_weighs() -> None:
     torch.testing.assert_close(weights, scores.gather(1, found), rtol=1e-12, atol=0)
 
 
+def test_narrow_types_select_by_float32_scores_and_biases() -> None:
+    router = branch(DEEPSEEK, torch.float32).router
+    x = inputs(torch.float32).flatten(0, 1)
+    assert router.bias is not None
+    router.bias += 5.0  # beyond which bfloat16 has steps of 1/32
+    expected, weights = router(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = router(x)
+    assert torch.equal(found[0], expected) and torch.equal(found[1], weights)
+    bias = router.bias.clone()
+    assert router.bfloat16().weight.dtype == torch.bfloat16
+    assert router.bias.dtype == torch.float32 and torch.equal(router.bias, bias)
+    assert router.double().bias.dtype == torch.float64
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_grouped_product_equals_slices(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -301,6 +316,13 @@ def test_illegal_experts(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         dataclasses.replace(FEW, **changes)
     assert message in str(caught.value)
+
+
+def test_a_limit_is_rounded_up_from_its_decimal_number() -> None:
+    of = dataclasses.replace(FEW, num_experts=4, top_k=3)
+    assert of.limit(1000) == 1000
+    assert dataclasses.replace(of, capacity=1.1).limit(1000) == 825  # 826 in binary
+    assert dataclasses.replace(of, capacity=1.1).limit(1001) == 826
 
 
 def test_illegal_experts_of_a_model() -> None:

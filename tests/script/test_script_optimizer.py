@@ -122,6 +122,34 @@ def test_what_becomes_of_them() -> None:
         assert "is whole_matrix, and has stepped already" in words
 
 
+def with_a_later_group(strategy: str, name: str) -> Any:
+    """Add a weight to a prepared optimizer; return by how much it moves, or what is refused."""
+    model = mlp(6, 10, 5)
+    optimizer: Any = {"Muon": Muon, "Adafactor": torch.optim.Adafactor}[name]([model[0].weight])
+    optimizer.whole_matrix = True
+    before = {parameter: name for name, parameter in model.named_parameters()}
+    Plan(Strategy.parse(strategy), model).build(comm := Ranks(Strategy.parse(strategy)))
+    rebind(optimizer, before, model, comm)
+    later = model.get_parameter("2.weight")
+    optimizer.add_param_group({"params": [later]})
+    for parameter in (model.get_parameter("0.weight"), later):
+        parameter.grad = torch.ones_like(parameter)
+    if strategy == "fsdp2":
+        with pytest.raises(ScriptError) as refused:
+            optimizer.step()
+        return str(refused.value)
+    begin = later.detach().clone()
+    optimizer.step()
+    return float((later - begin).abs().max())
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+def test_a_group_that_is_added_later(name: str) -> None:
+    assert all(moved > 0 for moved in run_ranks(with_a_later_group, 2, "dp2", name, threads=1))
+    for words in run_ranks(with_a_later_group, 2, "fsdp2", name, threads=1):
+        assert f"{name}: a parameter of shape" in words and "give the optimizer to run.pre" in words
+
+
 def saved(folder: Path) -> tuple[list[str], str]:
     on = OnRanks("fsdp2")
     with warnings.catch_warnings(record=True) as caught:

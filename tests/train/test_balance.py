@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.checkpoint.manifest import complete_checkpoints
 from phalanx.checkpoint.weights import open_checkpoint
@@ -28,6 +29,7 @@ from phalanx.train.objective import NextToken
 from phalanx.train.optimizer import build_optimizer
 from phalanx.train.run import train
 from phalanx.train.step import Step
+from phalanx.verify.harness import verify
 from small_run import SHAPE, small_run
 
 PLAIN = ExpertShape(num_experts=8, top_k=2, ffn=24)
@@ -277,6 +279,43 @@ def test_biases_of_a_resumed_run(tmp_path: Path) -> None:
         for name in ("gate", "down"):
             ours, theirs = (w.read(f"blocks.{block}.mlp.experts.{name}") for w in (whole, resumed))
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
+
+
+class Wrapped(nn.Module):
+    """A user's module around a decoder."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.inner(*args)
+
+
+class NextOfRows:
+    """A user's objective: next-token cross-entropy of rows."""
+
+    def loss_sum(self, model: nn.Module, microbatch: dict[str, Tensor], step: int) -> Tensor:
+        return model(microbatch["ids"][:, :-1], microbatch["ids"][:, 1:])
+
+    def num_valid(self, microbatch: dict[str, Tensor]) -> int:
+        return microbatch["ids"][:, 1:].numel()
+
+
+def built(is_wrapped: bool) -> nn.Module:
+    of = dataclasses.replace(LOSSES, has_bias=True, bias_rate=0.1)
+    model = step_of(of).model
+    return Wrapped(model) if is_wrapped else model
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_job_of_a_users_own_has_the_losses_and_moves_the_biases(is_wrapped: bool) -> None:
+    """The reference has them too, which a decoder alone has not."""
+    ids = torch.randint(51, (2, 7, 13), generator=torch.Generator().manual_seed(0))
+    how = functools.partial(built, is_wrapped), [{"ids": each} for each in ids]
+    verdict = verify(*how, "dp2", NextOfRows(), accumulation=2)
+    assert verdict.is_equal, str(verdict)
+    assert any(row.quantity == "buffer" for row in verdict.differences)
 
 
 def test_servers_refuse_losses(tmp_path: Path) -> None:

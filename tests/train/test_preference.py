@@ -12,17 +12,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model_folder import CHATML, model_folder
+from model_folder import CHATML, SHAPE, model_folder
 from phalanx.checkpoint import manifest
 from phalanx.checkpoint.adapters import FOLDER
 from phalanx.checkpoint.weights import load_decoder, open_checkpoint
-from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, TrainConfig
+from phalanx.config import BatchConfig, CorpusConfig, OptimizerConfig, ShapeConfig, TrainConfig
 from phalanx.config.schema import DpoConfig
 from phalanx.data.token_file import OPENS, TRAINED
 from phalanx.errors import CheckpointError, ConfigError
 from phalanx.hugging_face.convert import open_hugging_face
 from phalanx.launch.local import run_ranks
 from phalanx.models.decoder import Decoder
+from phalanx.models.shape import ExpertShape
 from phalanx.train.job.resolve import Job, resolve, words_of
 from phalanx.train.preference import FILE
 from phalanx.train.report.summary import Summary
@@ -114,10 +115,17 @@ def test_the_loss_is_of_pairs_against_the_initial_weights(tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=r"reference.npy, .* is missing"):
         run_ranks(trained, 1, job, threads=1)
     corpus = dataclasses.replace(job.config.corpus, document_mask=False)
+    experts = ExpertShape(num_experts=2, top_k=1, ffn=8, renormalizes=True)
+    shape = dataclasses.replace(SHAPE, experts=experts)
+    moe = str(model_folder(tmp_path / "moe", shape=shape))
     for changes, words in (
         ({"strategy": "cp2"}, "the nearest is dp2"),
         ({"strategy": "dp2:ps"}, "may join later"),
         ({"corpus": corpus}, "leave it on"),
+        (
+            {"model": moe, "shape": ShapeConfig(experts="capacity=1.5")},
+            "capacity is 1.5, but .* their reference drops no token; the nearest is none",
+        ),
     ):
         config = dataclasses.replace(job.config, resume=None, nproc=None, **changes)
         with pytest.raises(ConfigError, match=words):

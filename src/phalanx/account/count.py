@@ -79,6 +79,11 @@ class Case:
     has_documents: bool = False
     has_casts: bool = False
 
+    def __post_init__(self) -> None:
+        if self.shape.experts is None:  # ep splits only blocks with experts
+            of_dense = dataclasses.replace(self.strategy, ep=Strategy.ep)
+            object.__setattr__(self, "strategy", of_dense)
+
 
 class BlockBytes(NamedTuple):
     """Bytes of one microbatch on one rank.
@@ -306,8 +311,6 @@ def _run(
 
     block.forward = MethodType(forward, block)
     strategy = case.strategy
-    if case.shape.experts is None:  # ep splits only blocks with experts
-        strategy = dataclasses.replace(strategy, ep=Strategy.ep)
     comm = CountingComm(strategy.mesh_axes(), device=case.device)
     Plan(strategy, model, compute=compute).apply(comm)
     model.norm.register_forward_pre_hook(enter_head)

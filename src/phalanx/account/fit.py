@@ -109,7 +109,8 @@ def check_fit(
     need = heaviest(memory(load, "gpu" if device == "cuda" else device, detail))
     parts = [f"{_gib(need.weights)} of weights", f"{_gib(need.gradients)} of gradients"]
     if load.model.moments:
-        parts.insert(1, f"{_gib(need.optimizer)} of AdamW's moments")
+        whose = "the moments" if load.model.is_muon else "AdamW's moments"
+        parts.insert(1, f"{_gib(need.optimizer)} of {whose}")
     if has_activations:
         tokens = f"{load.microbatch} x {load.seq_len} tokens"
         parts.append(f"{_gib(need.activations)} of activations for {tokens}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 from phalanx.account.parameters import num_parameters
+from phalanx.models.block_weights import hidden_matrices
 from phalanx.models.shape import ModelShape
-from phalanx.strategy import Axis, Strategy
+from phalanx.strategy import Axis, Recompute, Strategy
 
 if TYPE_CHECKING:
     from phalanx.account.module import AnyModule
@@ -109,6 +111,7 @@ class DecoderModel:
         precision: data type of the arithmetic.
         has_documents: whether a sequence packs several documents.
         moments: 2, as for AdamW, or 0 without an optimizer.
+        is_muon: whether Muon updates the matrices of blocks, with one moment each.
         logit_bytes: bytes held per logit by a loss that reads all logits of a microbatch; else 0.
         imbalance: rows that the rank of ep with the most rows computes, as a multiple of the mean.
     """
@@ -120,6 +123,7 @@ class DecoderModel:
     moments: float = 2.0
     logit_bytes: int = 0
     imbalance: float = IMBALANCE
+    is_muon: bool = False
 
     @property
     def without_losses(self) -> DecoderModel:
@@ -158,9 +162,19 @@ class DecoderModel:
         """
         return _plan(strategy, self.shape, self.precision)
 
+    def muon_matrices(self, step: PlannedStep[Any], pp_rank: int) -> list[Matrices]:
+        """Return what Muon updates on the ranks of a pp coordinate; nothing without Muon."""
+        if not self.is_muon:
+            return []
+        return _hidden(step.strategy, self.shape, self.precision, pp_rank)
+
     def held(self, step: PlannedStep[Any], pp_rank: int) -> StateBytes:
         """Return the trained state's bytes on a rank of a pp coordinate."""
-        return _held(step.strategy, self.shape, self.precision, step.accumulation > 1, pp_rank)
+        strategy = step.strategy
+        if strategy.recompute.segment_size(self.shape.num_layers) in (None, 1):
+            # Blocks are gathered one by one, as without recomputation.
+            strategy = dataclasses.replace(strategy, recompute=Recompute())
+        return _held(strategy, self.shape, self.precision, step.accumulation > 1, pp_rank)
 
     def in_flight(
         self, step: PlannedStep[Any], device: str, kept: float, logit_bytes: int
@@ -189,9 +203,12 @@ def decoder_step(
     *,
     has_documents: bool = False,
     logit_bytes: int = 0,
+    is_muon: bool = False,
 ) -> PlannedStep[DecoderModel]:
     """Return a step of a decoder; see `DecoderModel` and `PlannedStep`."""
-    model = DecoderModel(shape, seq_len, precision, has_documents, logit_bytes=logit_bytes)
+    model = DecoderModel(
+        *(shape, seq_len, precision, has_documents), logit_bytes=logit_bytes, is_muon=is_muon
+    )
     return PlannedStep(model, strategy, microbatch, accumulation)
 
 
@@ -204,6 +221,36 @@ def _plan(strategy: Strategy, shape: ModelShape, precision: str) -> Plan[Any]:
     compute: torch.dtype = getattr(torch, precision)
     master = torch.promote_types(compute, torch.float32)
     return plan_decoder(strategy, shape, master, compute)
+
+
+class Matrices(NamedTuple):
+    """Equal matrices of a pipeline stage.
+
+    Attributes:
+        shape: shape of one of them, whole.
+        number: how many of them the stage has, on all its ranks.
+        shard_bytes: bytes of this rank's shards of all of them, in the data type of the weights.
+    """
+
+    shape: tuple[int, int]
+    number: int
+    shard_bytes: float
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _hidden(strategy: Strategy, shape: ModelShape, precision: str, pp_rank: int) -> list[Matrices]:
+    target = _plan(strategy, shape, precision).for_pp_rank(pp_rank).local
+    skeleton, found = target.skeleton, list[Matrices]()
+    trained = {weight.name: weight for weight in skeleton.weights if weight.is_trained}
+    for weight in (trained[name] for name in hidden_matrices(trained)):
+        alike, own = len(skeleton.named(weight.name)), math.prod(target.shape(weight))
+        *stack, rows, columns = weight.shape
+        # Experts that ep has split are sharded over the other axes of fsdp alone.
+        shards = strategy.num_shards if strategy.fsdp.degree > 1 else 1
+        shards //= strategy.ep.degree if shards > 1 and weight.is_expert else 1
+        num_bytes = alike * own * weight.dtype.itemsize / shards
+        found.append(Matrices((rows, columns), alike * math.prod(stack), num_bytes))
+    return found
 
 
 @functools.lru_cache(maxsize=1 << 14)

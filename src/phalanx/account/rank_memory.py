@@ -3,7 +3,7 @@
     weights       this rank's shard, 32 bits; frozen ones in the data type of the arithmetic
     gathered      peak of parameters gathered from other ranks
     gradients     gradients kept between microbatches, and gradients that are not reduced yet
-    optimizer     the two moments of AdamW
+    optimizer     the two moments of AdamW, or the one of Muon's matrices
     casts         weights in the data type of the arithmetic, where each block casts its own
     activations   microbatches in flight, recomputed activations, and temporary buffers
     logits        further temporaries of the loss, on the last stage
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from phalanx.account.parameters import num_parameters, parameters_of
-from phalanx.account.planned import PlannedStep
+from phalanx.account.planned import DecoderModel, PlannedStep
 from phalanx.parallel.pipeline.cut import cut_of, schedule_of
 from phalanx.strategy import Strategy
 
@@ -146,7 +146,7 @@ def memory(
                 StageMemory(
                     stage=pp_rank,
                     weights=frozen + shard,
-                    optimizer=int(model.moments * shard),
+                    optimizer=int(min(model.moments, 1 if model.is_muon else 2) * shard),
                     gradients=gradients,
                     activations=activations,
                     early_gradients=gradients if step.accumulation > 1 else 0,
@@ -178,13 +178,18 @@ def memory(
             at_end = held.gradient_bytes + tied - tied // strategy.num_shards
             gradients = min(gradients, max(gradients - tied, at_end))
         has_buckets = strategy.fsdp.degree == 1 < strategy.data_ranks * strategy.sample_shards
+        # Muon has one moment of each matrix of a block.
+        matrices = (
+            model.muon_matrices(step, passing.like) if isinstance(model, DecoderModel) else ()
+        )
+        one_moment = sum(each.shard_bytes for each in matrices)
         bucket = BUCKET_BYTES if has_buckets else 0
         of = StageMemory(
             stage=pp_rank,
             weights=held.parameter_bytes,
             gathered=held.gathered_bytes,
             gradients=gradients,
-            optimizer=int(model.moments * trained_bytes),
+            optimizer=int(model.moments * trained_bytes - one_moment),
             casts=passing.casts,
             activations=passing.activations,
             logits=passing.logits,
@@ -212,7 +217,7 @@ def least_bytes(step: PlannedStep[Any]) -> float:
     split = step.model.num_trained / ranks - experts
     shard = split / strategy.num_shards + experts / strategy.num_expert_shards
     split += experts / strategy.ep.degree
-    least = 4 * (2 + step.model.moments) * shard
+    least = 4 * (2 + min(step.model.moments, 1 if step.model.is_muon else 2)) * shard
     if strategy.fsdp.degree > 1:
         whole = {"zero1": 2 + (4 if step.accumulation > 1 else 0), "zero2": 2}
         least += whole.get(strategy.fsdp.kind, 0) * 0.9 * (split - shard)

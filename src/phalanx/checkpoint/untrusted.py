@@ -151,8 +151,11 @@ def decode(hint: Any, value: Any, what: str = "it") -> Any:
     inner, is_literal = get_args(hint), get_origin(hint) is Literal
     if kind is Any or (is_literal and value in inner):
         return value
-    if kind is UnionType:  # only `T | None` is supported
-        return None if value is None else decode(inner[0], value, what)
+    if kind is UnionType:  # of None, at most one dataclass, and at most one other type
+        if value is None and type(None) in inner:
+            return None
+        matching = [each for each in inner if is_dataclass(each) == isinstance(value, dict)]
+        return decode((*matching, *inner)[0], value, what)
     if hasattr(kind, "__dataclass_fields__") and isinstance(value, dict):
         values = cast("dict[str, Any]", value)
         hints = _hints_of(kind)

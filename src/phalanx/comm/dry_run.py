@@ -70,7 +70,7 @@ class CountingComm(Comm, Phases):
             coord, payload = self.coord(axis), given.nbytes
             sent = sent_in_pieces(payload, option.sent(coord), coord)
         if op not in WITHOUT_PAYLOAD:
-            self._tally.add(self.phase_name, axis, name, payload, sent)
+            self._tally.add(Entry(self.phase_name, axis, name, 1, payload, sent))
         if not self._takes_strides:
             given.contiguous()
             if not out.is_contiguous():

@@ -65,21 +65,6 @@ class Entry:
     sent_bytes: float
 
 
-def added(entries: Iterable[Entry]) -> list[Entry]:
-    """Return one entry for each phase, axis and op, in the order of the first ones."""
-    sums: dict[tuple[str, str, str], Entry] = {}
-    for entry in entries:
-        key = entry.phase, entry.axis, entry.op
-        had = sums.get(key, Entry(*key, 0, 0, 0.0))
-        sums[key] = Entry(
-            *key,
-            had.calls + entry.calls,
-            had.payload_bytes + entry.payload_bytes,
-            had.sent_bytes + entry.sent_bytes,
-        )
-    return [*sums.values()]
-
-
 def sent_bytes(op: str, payload_bytes: float, num_ranks: int) -> float:
     """Return the bytes that each of `num_ranks` sends for `op` under an optimal algorithm."""
     if op == "send":
@@ -95,21 +80,26 @@ def sent_in_pieces(payload_bytes: float, sizes: Sequence[int], coord: int) -> fl
 class Tally:
     """Running totals of collectives by phase, axis and op."""
 
-    def __init__(self) -> None:
-        self._sums: dict[tuple[str, str, str], tuple[int, int, float]] = {}
+    def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        """Add up `entries`."""
+        self._sums: dict[tuple[str, str, str], Entry] = {}
+        for entry in entries:
+            self.add(entry)
 
-    def add(self, phase: str, axis: str, op: str, payload_bytes: int, sent_bytes: float) -> None:
-        """Add one collective."""
-        calls, payloads, sent = self._sums.get((phase, axis, op), (0, 0, 0.0))
-        self._sums[phase, axis, op] = (
-            calls + 1,
-            payloads + payload_bytes,
-            sent + sent_bytes,
+    def add(self, entry: Entry) -> None:
+        """Add a collective, or several of one phase, axis and op."""
+        key = entry.phase, entry.axis, entry.op
+        had = self._sums.get(key, Entry(*key, 0, 0, 0.0))
+        self._sums[key] = Entry(
+            *key,
+            had.calls + entry.calls,
+            had.payload_bytes + entry.payload_bytes,
+            had.sent_bytes + entry.sent_bytes,
         )
 
     def entries(self) -> list[Entry]:
         """Return the totals, in the order of their first calls."""
-        return [Entry(*key, *sums) for key, sums in self._sums.items()]
+        return [*self._sums.values()]
 
 
 class Ledger(CallWatch):
@@ -130,7 +120,7 @@ class Ledger(CallWatch):
         """Run a collective, and count it if it has a payload."""
         if call.op not in WITHOUT_PAYLOAD:
             axis, payload = self.axis_of(call), payload_bytes(call)
-            self._tally.add(self.phase_name, axis, call.op, payload, sent_by(call))
+            self._tally.add(Entry(self.phase_name, axis, call.op, 1, payload, sent_by(call)))
         return run()
 
     def axis_of(self, call: Call) -> str:

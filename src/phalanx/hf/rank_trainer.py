@@ -16,6 +16,7 @@ The names with an underscore are private to transformers; tests/hf/test_rank_tra
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, cast
@@ -94,6 +95,14 @@ class RankTrainer(PlainTrainer):
                 return compute(*self.ranks.run.gather(*own), **kwargs)
 
             self.compute_loss_func = of_all_rows
+        is_balanced = getattr(getattr(self.model, "config", None), "output_router_logits", False)
+        if is_balanced and self.ranks.num_data_ranks > 1 and self.ranks.run.is_first:
+            warnings.warn(
+                "phalanx.hf: output_router_logits of the model's config is True, so its loss has a "
+                "balancing loss of each rank's own rows, not of the batch; set it to False, or "
+                "gather out.router_logits in a loop of your own, see docs/your_model.md",
+                stacklevel=2,
+            )
 
     @property
     def ranks(self) -> RankAccelerator:

@@ -9,17 +9,18 @@ from typing import Any, Final, cast
 from phalanx.checkpoint.untrusted import brief
 from phalanx.errors import ConfigError, NotDivisible, nearest
 from phalanx.hugging_face.families import FAMILIES, Family, family_of
-from phalanx.models.shape import ExpertShape, LatentShape, ModelShape
+from phalanx.models.shape import ExpertShape, LatentShape, ModelShape, Yarn
 
 CONFIG: Final = "config.json"
 
 IDS: Final = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Entries with the ids of the begin, end and padding tokens."""
 
-_LLAMA3_SCALING: Final = (
-    *("factor", "low_freq_factor", "high_freq_factor"),
-    "original_max_position_embeddings",
-)
+_LENGTH: Final = "original_max_position_embeddings"
+_LLAMA3_SCALING: Final = ("factor", "low_freq_factor", "high_freq_factor", _LENGTH)
+
+_YARN: Final = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")
+"""Optional numbers of rope_scaling of type yarn."""
 
 MAX_LAYERS: Final = 10_000
 """Largest accepted number of layers; lists of this length are built before the weights are read."""
@@ -97,8 +98,12 @@ def config_to_hf(
             "resid_pdrop": shape.dropout,
             "attn_pdrop": 0.0,
         }
-    scaling = None
-    if shape.rope_scaling is not None:
+    scaling: dict[str, Any] | None = None
+    if isinstance(yarn := shape.rope_scaling, Yarn):
+        chosen = {name: getattr(yarn, name) for name in (*_YARN, "truncate")}
+        scaling = {"rope_type": "yarn", "factor": yarn.factor, _LENGTH: yarn.original_length}
+        scaling |= {name: each for name, each in chosen.items() if each != getattr(Yarn, name)}
+    elif shape.rope_scaling is not None:
         numbers = zip(_LLAMA3_SCALING, shape.rope_scaling, strict=True)
         scaling = {"rope_type": "llama3", **dict(numbers)}
     config |= {"rope_theta": shape.rope_theta, "rope_scaling": scaling}
@@ -315,7 +320,7 @@ def _full_every(kinds: list[Any], wanted: Any) -> int | None:
 
 def _rope(
     rope: Any, config: Mapping[str, Any], family: Family
-) -> tuple[float, tuple[float, float, float, int] | None]:
+) -> tuple[float, tuple[float, float, float, int] | Yarn | None]:
     """Return theta and the RoPE scaling, from one dict (transformers 5) or two older entries."""
     if not isinstance(rope, Mapping):
         raise ConfigError(f"rope_scaling is {rope!r}; expected an object")
@@ -332,6 +337,12 @@ def _rope(
         raise ConfigError(f"rope_type is {kind!r}; legal here: {legal}")
     if kind == "default":
         return theta, None
+    if kind == "yarn":
+        # As in transformers, 0 and null mean that a number is not set.
+        given: dict[str, Any] = {name: _number(rope, name) for name in _YARN if rope.get(name)}
+        given |= {"factor": _number(rope, "factor"), "truncate": _flag(rope, "truncate", True)}
+        named = {_LENGTH: config.get("max_position_embeddings"), **rope}
+        return theta, Yarn(original_length=_whole(named, _LENGTH, most=MAX_ROWS), **given)
     *numbers, original = _LLAMA3_SCALING
     factor, low, high = (_number(rope, option) for option in numbers)
     if low >= high:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from phalanx.checkpoint import index, manifest, tensor_file
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.sharding import Sharding, WritePlan, file_of
+from phalanx.checkpoint.tensor_file import TensorInfo
 from phalanx.checkpoint.untrusted import brief, read_json
 from phalanx.checkpoint.weights import Weights, open_checkpoint, sizes_of
 from phalanx.data.survey import Progress, no_progress
@@ -111,7 +111,7 @@ def convert(
         if kind == "hugging face":
             keep_origin(family, ids_of(source), partial)
             kept = [*companions, ORIGIN]
-            num_tensors = _write_checkpoint(partial, weights.shape, dtype, read, kept)
+            num_tensors = _write_checkpoint(partial, weights.shape, read, kept)
         else:
             num_tensors, generated = _write_hugging_face(
                 partial, weights, family, read, max_shard_bytes
@@ -255,13 +255,13 @@ def checksum_of(folder: Path) -> str:
 def _write_checkpoint(
     folder: Path,
     shape: ModelShape,
-    dtype: torch.dtype,
-    read: Callable[[str], Tensor],
+    read: _Reader,
     companions: list[str],
 ) -> int:
     """Write a checkpoint without optimizer state; return the number of its tensors."""
     sizes = sizes_of(shape)
-    plan = WritePlan({f"model.{name}": Sharding(tuple(s), dtype) for name, s in sizes.items()}, 1)
+    tensors = {f"model.{n}": Sharding(tuple(s), read.dtype_of(n)) for n, s in sizes.items()}
+    plan = WritePlan(tensors, 1)
     infos, file = plan.writes_of(0), file_of(0)
     pieces = (read(name.removeprefix("model.")) for name in infos)
     checksums = {file: tensor_file.write(folder / file, infos, pieces)}
@@ -303,8 +303,10 @@ def _write_hugging_face(
     folders.write_folder(
         folder,
         config_to_hf(shape, _name(read.dtype), family, ids),
-        {name: link.join_sizes(sizes) for name, link in links.items()},
-        read.dtype,
+        {
+            name: TensorInfo(read.dtype_of(link.ours[0]), tuple(link.join_sizes(sizes)))
+            for name, link in links.items()
+        },
         lambda name: links[name].join(parts(links[name])),
         max_shard_bytes,
     )
@@ -334,11 +336,16 @@ class _Reader:
         sizes = sizes_of(weights.shape).values()
         self.num_bytes = dtype.itemsize * sum(size.numel() for size in sizes)
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a weight: `dtype`, but of a router's bias at least float32."""
+        is_wide = name.endswith("router.bias")
+        return torch.promote_types(self.dtype, torch.float32) if is_wide else self.dtype
+
     def __call__(self, name: str) -> Tensor:
-        """Return a weight in `dtype`; raise CheckpointError if a value overflows float16."""
+        """Return a weight in its dtype; raise CheckpointError if a value overflows float16."""
         self._progress("convert", self._done_bytes, self.num_bytes)
         tensor = self._weights.read(name)
-        cast = tensor.to(self.dtype)
+        cast = tensor.to(self.dtype_of(name))
         if self.dtype == torch.float16 and bool((cast.isinf() & tensor.isfinite()).any()):
             raise CheckpointError(
                 f"'{name}' has values up to {float(tensor.abs().max()):g}, but float16 has "

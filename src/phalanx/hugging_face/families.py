@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from phalanx.errors import ConfigError
-from phalanx.models.shape import IN_EVALUATION, ExpertShape, ModelShape
+from phalanx.models.shape import IN_EVALUATION, ExpertShape, ModelShape, Yarn
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Family:
     optional: tuple[str, ...] = ("num_key_value_heads", "head_dim")
     required: Mapping[str, Any] = field(default_factory=dict[str, Any])
     windows: Literal["none", "all", "layers"] = "none"
-    rope_types: tuple[str, ...] = ("default", "llama3")
+    rope_types: tuple[str, ...] = ("default", "llama3", "yarn")
     rope_theta: float = 10_000.0
     is_tied: bool = False
     expert_entries: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -210,10 +210,10 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
             _LLAMA,
             architecture="DeepseekV3ForCausalLM",
             # The latent vectors' norms have the epsilon 1e-6, whatever config.json says.
-            parts={**_LLAMA_PARTS, "norm_eps": 1e-6, "rope_scaling": None},
+            parts={**_LLAMA_PARTS, "norm_eps": 1e-6},
             sizes={n: ours for n, ours in _LLAMA.sizes.items() if n != "head_dim"},
             optional=("num_key_value_heads",),
-            rope_types=("default",),
+            rope_types=("default", "yarn"),
             expert_entries={
                 "n_routed_experts": "num_experts",
                 "num_experts_per_tok": "top_k",
@@ -258,7 +258,8 @@ def families_of(shape: ModelShape) -> list[str]:
             values["full_every"] = None
         if name != "gemma3_text":
             values["window_theta"] = None
-        if "llama3" not in family.rope_types:
+        kind = "yarn" if isinstance(shape.rope_scaling, Yarn) else "llama3"
+        if kind not in family.rope_types:
             values["rope_scaling"] = None
         if name == "gpt2":
             values["num_kv_heads"] = shape.num_heads

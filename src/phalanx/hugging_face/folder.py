@@ -10,12 +10,11 @@ In the cache of the Hugging Face hub, these are symbolic links.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from phalanx.checkpoint import tensor_file
@@ -128,20 +127,19 @@ def _index(folder: Path) -> dict[str, str]:
 def write_folder(
     folder: Path,
     config: Mapping[str, Any],
-    sizes: Mapping[str, Sequence[int]],
-    dtype: torch.dtype,
+    tensors: Mapping[str, TensorInfo],
     read: Callable[[str], Tensor],
     max_shard_bytes: int,
 ) -> None:
     """Write a folder that `from_pretrained` loads, with one tensor in memory at a time.
 
-    Tensors are obtained from `read`, cast to `dtype` and written in the order of `sizes`. A file
-    has at most `max_shard_bytes`, unless one tensor is larger.
+    Tensors are obtained from `read`, cast and written in the order of `tensors`. A file has at most
+    `max_shard_bytes`, unless one tensor is larger.
 
     Raises:
         OSError: a file cannot be written; files written before are not removed.
     """
-    num_bytes = {name: dtype.itemsize * torch.Size(size).numel() for name, size in sizes.items()}
+    num_bytes = {name: tensor.num_bytes for name, tensor in tensors.items()}
     # Sizes 3 3 5 and 4 GB, at most 5: [3] [3] [5] [4]. The names of files have their number, so all
     # are cut before the first is written.
     shards: list[list[str]] = [[]]
@@ -159,8 +157,8 @@ def write_folder(
         for number, names in enumerate(shards, start=1)
     }
     for file, names in files.items():
-        infos = {name: TensorInfo(dtype, tuple(sizes[name])) for name in names}
-        pieces = (read(name).to(dtype).contiguous() for name in names)
+        infos = {name: tensors[name] for name in names}
+        pieces = (read(name).to(tensors[name].dtype).contiguous() for name in names)
         tensor_file.write(folder / file, infos, pieces)
     if len(shards) > 1:
         index = {

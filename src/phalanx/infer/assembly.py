@@ -1,9 +1,9 @@
-"""Build an engine from a model on disk and an `EngineConfig`, on one process or the ranks of tp.
+"""Build an engine from a model on disk and an `EngineConfig`, on one process or the ranks of a job.
 
 On several ranks the first one schedules, samples and responds, and all compute. Before each step
 the first rank broadcasts the step as plain numbers, or a checkpoint to load. Every rank stores its
 heads of the key-value cache, with the same block numbers on all ranks, and its shards of the
-weights in the layout of training.
+weights in the layout of training. Ranks of ep have the same tokens and heads, and other experts.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def with_engine(folder: Path, config: EngineConfig, work: Work) -> Any:
 
     Args:
         folder: see `open_served`.
-        config: settings of the engine; its strategy may split by tp only.
+        config: settings of the engine; its strategy may split by tp and ep only.
         work: function that can be imported by name, because it may run in another process.
 
     Returns:
@@ -75,13 +75,15 @@ def with_engine(folder: Path, config: EngineConfig, work: Work) -> Any:
         PhalanxError: the folder or the settings are invalid, or `work` failed.
     """
     strategy = Strategy.parse(config.strategy)
-    others = [name for name, axis in strategy.axes() if axis.degree > 1 and name != "tp"]
+    others = [
+        name for name, axis in strategy.axes() if axis.degree > 1 and name not in ("ep", "tp")
+    ]
     if others or (strategy.tp.degree > 1 and strategy.tp.kind not in KINDS):
         degree = max(strategy.tp.degree, 2)
         raise StrategyError(
             f"strategy is {strategy}; generation splits a model only by tp, in the layouts "
-            f"{' and '.join(KINDS)}; the nearest are tp{degree} and tp{degree}:megatron. A "
-            "checkpoint can be read whichever strategy wrote it"
+            f"{' and '.join(KINDS)}, and its experts by ep; the nearest are tp{degree} and "
+            f"tp{degree}:megatron. A checkpoint can be read whichever strategy wrote it"
         )
     Ngrams.parse(config.speculative)  # raises before the weights are read
     served = open_served(folder, config.lora_modules)
@@ -115,9 +117,8 @@ def engine_of(served: Served, config: EngineConfig) -> Engine:
     served.weights.close()
     if config.weights == "int8":
         quantize_linears(model)
-    pool = BlockPool(
-        num_blocks_of(config, model), config.block_size, has_prefix_cache=config.prefix_cache
-    )
+    num_blocks = num_blocks_of(config, model, Strategy())
+    pool = BlockPool(num_blocks, config.block_size, has_prefix_cache=config.prefix_cache)
     runner = ModelRunner(model, cache_of(config, model, pool), adapters=served.adapters)
     return assemble(served, config, runner, pool)
 
@@ -128,13 +129,14 @@ def _run(strategy: Strategy, folder: Path, config: EngineConfig, work: Work) -> 
     served = _open_together(folder, config.lora_modules)
     dtype = torch_dtype(config.precision, device)
     comm = Ranks(strategy, device.type)
-    plan = plan_decoder(strategy, served.weights.shape, dtype, dtype)
+    plan = plan_decoder(strategy, served.weights.shape, dtype, dtype, same_rows=True)
     plan.build(comm, fill_from(served.weights))
     served.weights.close()
-    model, degree = plan.model.eval(), strategy.tp.degree
-    num_blocks = min(gather_objects(num_blocks_of(config, model, degree)))  # free memory differs
+    model = plan.model.eval()
+    num_blocks = min(gather_objects(num_blocks_of(config, model, strategy)))  # free memory differs
     pool = BlockPool(num_blocks, config.block_size, has_prefix_cache=config.prefix_cache)
-    cache, layout = cache_of(config, model, pool, degree), layout_of(strategy, comm)
+    cache = cache_of(config, model, pool, strategy.tp.degree)
+    layout = layout_of(strategy, comm)
     runner = ModelRunner(model, cache, layout, served.adapters)
     if comm.is_first:
         leading = _BroadcastingRunner(runner)
@@ -279,21 +281,21 @@ def cache_of(config: EngineConfig, model: Decoder, pool: BlockPool, num_shards: 
     return KVCache(model.shape, pool, weight.dtype, weight.device, num_shards, stored)
 
 
-def num_blocks_of(config: EngineConfig, model: Decoder, num_shards: int = 1) -> int:
-    """Return the number of cache blocks; each rank stores 1 / `num_shards` of every block.
+def num_blocks_of(config: EngineConfig, model: Decoder, strategy: Strategy) -> int:
+    """Return the number of cache blocks; each rank of tp stores its heads of every block.
 
     Raises:
         ConfigError: `cache_tokens` positions, or a single block, do not fit into free memory.
     """
     size, shape, weight = config.block_size, model.shape, next(model.parameters())
     longest = -(-max_len_of(config, shape) // size)
-    num_groups = shape.num_kv_heads // num_shards
+    num_groups = shape.num_kv_heads // strategy.tp.degree
     head_bytes = weight.dtype.itemsize * shape.head_dim
     if config.cache != "full":
         head_bytes = shape.head_dim + torch.float32.itemsize
     token_bytes = 2 * shape.num_layers * num_groups * head_bytes
     # The ranks of a host share its memory; each GPU has its own.
-    num_sharing = num_shards if weight.device.type == "cpu" else 1
+    num_sharing = strategy.num_ranks if weight.device.type == "cpu" else 1
     free_bytes = free_memory_bytes(weight.device) // num_sharing
     if config.cache_tokens is not None:
         num_blocks = -(-config.cache_tokens // size)

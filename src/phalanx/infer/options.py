@@ -131,7 +131,8 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to compute."""
     strategy: str = "tp1"
-    """How several processes split the model: tpN or tpN:megatron, as in training."""
+    """How several processes split the model: tpN or tpN:megatron, as in training, and epN, which
+    deals the experts alone."""
     threads: Annotated[int | None, THREADS] = None
     """CPU threads of each process; torch's own choice for one, the cores shared evenly by
     several."""

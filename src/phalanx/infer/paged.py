@@ -87,7 +87,7 @@ class ScoredRow:
 
 @dataclass(frozen=True)
 class FlatStep:
-    """One step as plain numbers, which the first rank of tp broadcasts to the others.
+    """One step as plain numbers, which the first rank of a job broadcasts to the others.
 
     Attributes:
         tokens: token ids of all sequences, concatenated.

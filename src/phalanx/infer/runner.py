@@ -44,7 +44,7 @@ class ModelRunner:
         layout: Layout | None = None,
         adapters: AdapterSet | None = None,
     ) -> None:
-        """Create a runner; `layout` is the tensor-parallel layout of `model`, if it has one."""
+        """Create a runner; `layout` is of `model` on the ranks of a job, None in one process."""
         self.model, self.cache, self._layout = model, cache, layout
         self._mask = None if adapters is None else AdapterMask(model, adapters, layout)
         self._attentions = [cast(Any, block).attention for block in model.blocks]
@@ -98,7 +98,7 @@ class ModelRunner:
     def load(self, folder: Path) -> None:
         """Replace the weights in place with the weights of a checkpoint: all of them, or none.
 
-        All ranks of tp call this together; if one fails, all keep their weights.
+        All ranks of a job call this together; if one fails, all keep their weights.
 
         Raises:
             CheckpointError: it is damaged, is of another model, or does not fit into memory.

@@ -18,7 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 from phalanx.models import cpu
 from phalanx.models.kernels import device_type
 from phalanx.models.layers import Linear, Norm
-from phalanx.models.shape import ModelShape
+from phalanx.models.shape import ModelShape, Yarn
 
 Documents = tuple[Tensor, Tensor, int]
 """Boundaries of the documents in the rows of a microbatch, for `attend`; see `documents_of`.
@@ -108,6 +108,7 @@ class LatentAttention(nn.Module):
     Attributes:
         window, attend: as in `Attention`.
         num_heads: number of heads, of which tensor parallelism has a part on each rank.
+        score_scale: factor of the scores beside 1 / sqrt(K), see `Yarn`.
     """
 
     def __init__(self, shape: ModelShape, window: int | None) -> None:
@@ -115,6 +116,8 @@ class LatentAttention(nn.Module):
         assert shape.latent is not None
         self.latent, self.window, self.attend = shape.latent, window, attend
         self.num_heads = shape.num_heads
+        yarn = shape.rope_scaling
+        self.score_scale = yarn.score_scale if isinstance(yarn, Yarn) else 1.0
         of = shape.latent
         if of.query_rank is not None:
             self.q_down = Linear(shape.hidden, of.query_rank, False)
@@ -139,6 +142,8 @@ class LatentAttention(nn.Module):
         q_BTHK = self.q(read).unflatten(-1, (-1, of.plain_dim + of.rope_dim))
         plain, turned = q_BTHK.split([of.plain_dim, of.rope_dim], -1)
         q_BTHK = torch.cat([plain, rotate(turned, *rotation)], -1)
+        if self.score_scale != 1.0:  # the attention functions have no argument for it
+            q_BTHK = q_BTHK * self.score_scale
         latent_BTR, turned = self.kv_down(x_BTD).split([of.kv_rank, of.rope_dim], -1)
         kv = self.kv(self.kv_latent_norm(latent_BTR))
         k, v = kv.unflatten(-1, (-1, of.plain_dim + of.value_dim)).split(
@@ -312,9 +317,9 @@ def rotation(
     """Return the cosines and sines of the rotary embedding at each position.
 
     Angles are position * theta ** (-2i / width) for feature pair i (Su et al. 2021, section 3.2.2),
-    with Llama 3.1's frequency scaling if `shape.rope_scaling` is set. `width` is head_dim, or with
-    `shape.latent` its rope_dim. Blocks with a window (`has_window`) use `shape.window_theta`,
-    without scaling, if it is set.
+    with YaRN's or Llama 3.1's frequency scaling if `shape.rope_scaling` is set. `width` is
+    head_dim, or with `shape.latent` its rope_dim. Blocks with a window (`has_window`) use
+    `shape.window_theta`, without scaling, if it is set.
 
     `positions_BT` is int64; B may be 1 if all rows have the same positions. `dtype` is the dtype of
     the heads to rotate; the angles are computed in float64.
@@ -331,17 +336,33 @@ def rotation(
     theta = shape.window_theta if is_own else shape.rope_theta
     assert theta is not None
     frequency = theta ** (-half / width)
-    if shape.rope_scaling is not None and not is_own:
+    scaling, scale = None if is_own else shape.rope_scaling, 1.0
+    if isinstance(scaling, Yarn):
+        # Pair i turns original_length * theta ** (-2i / width) / 2 pi times. So the borders are
+        # pairs, between which the part that keeps its frequency falls from 1 to 0:
+        #
+        #     pair    0 .. | low ........ high | .. width / 2
+        #     keep    1      1 - (i - low) / (high - low)     0
+        low, high = (
+            width * math.log(scaling.original_length / (turns * 2 * math.pi)) / 2 / math.log(theta)
+            for turns in (scaling.beta_fast, scaling.beta_slow)
+        )
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        keep = 1 - ((half / 2 - low) / (high - low or 0.001)).clamp(0, 1)  # as in transformers
+        frequency, scale = frequency * (keep + (1 - keep) / scaling.factor), scaling.rotation_scale
+    elif scaling is not None:
         # Llama 3.1: frequencies with wavelengths above original_length / low are divided by
         # `factor`, those below original_length / high are unchanged, and between the two they are
         # interpolated linearly.
-        factor, low, high, original_length = shape.rope_scaling
+        factor, low, high, original_length = scaling
         turns = original_length * frequency / (2 * math.pi)
         keep = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (keep + (1 - keep) / factor)
     angle = positions_BT[:, :, None, None].to(torch.float64) * frequency
     wide = torch.promote_types(dtype, torch.float32)
-    return angle.cos().to(wide), angle.sin().to(wide)
+    return (angle.cos() * scale).to(wide), (angle.sin() * scale).to(wide)
 
 
 def rotate(x_BTHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from phalanx.models.shape import ModelShape
 
@@ -64,3 +66,25 @@ def pair_width(shape: ModelShape) -> int:
     if (latent := shape.latent) is None:
         return 2 * shape.head_dim
     return latent.plain_dim + latent.rope_dim + latent.value_dim
+
+
+def hidden_matrices(parameters: Mapping[str, Any]) -> list[str]:
+    """Return the names of the matrices of blocks of a decoder, which Muon updates, by `ndim`.
+
+    The others are embedding, head, norms, biases, routers, and gates of one row.
+    """
+    return [
+        name
+        for name, parameter in parameters.items()
+        if name.startswith("blocks.")
+        and parameter.ndim >= 2
+        and not name.endswith((".router.weight", ".shared_gate.weight"))
+    ]
+
+
+def newton_schulz_flops(shape: Sequence[int], num_steps: int = 5) -> float:
+    """Return the FLOPs of Muon's iteration on a matrix, or on each of a stack, of `shape`."""
+    narrow, wide = sorted(shape[-2:])
+    # Per step x x^T, its square, and the product with x.
+    per_step = 2 * narrow * narrow * wide + 2 * narrow**3 + 2 * narrow * narrow * wide
+    return float(num_steps * per_step * math.prod(shape[:-2]))

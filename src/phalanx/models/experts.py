@@ -24,12 +24,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
+from typing_extensions import override
 
 from phalanx.models.kernels import device_type
 from phalanx.models.layers import MLP, Linear, gated
@@ -39,6 +41,7 @@ _ALIGNMENT = 16
 """Bytes that divide the strides of a grouped product's matrices."""
 
 
+@dataclass(eq=False)
 class Load:
     """What one router counts in a training step, and the slopes of its auxiliary losses.
 
@@ -49,30 +52,20 @@ class Load:
         counts: float64 [2 E + 2], summed over tokens: selections of each expert, also dropped ones;
             part of each expert in the scores; squared log-sum-exp of the logits; and dropped
             selections.
-        has_losses: whether the model has auxiliary losses.
         is_counting: whether forwards add to `counts`; not if backward runs a forward again.
         slopes: derivatives of the auxiliary losses by the sums of parts and of squares, [E + 1].
     """
 
-    def __init__(self, counts: Tensor, *, has_losses: bool) -> None:
-        self.counts = counts
-        self.has_losses = has_losses
-        self.is_counting = False
-        self.slopes: Tensor | None = None
+    counts: Tensor
+    is_counting: bool = False
+    slopes: Tensor | None = None
 
     def count(self, experts_Nk: Tensor, counted_N: Tensor, sums: Tensor) -> None:
         """Add the selections of the tokens that count, and the sums of their parts and squares."""
         num_experts = len(sums) - 1
-        selections_E = sums.new_zeros(num_experts, dtype=torch.float64)
         ones_Nk = counted_N[:, None].expand(experts_Nk.shape).double()
-        selections_E.scatter_add_(0, experts_Nk.flatten(), ones_Nk.flatten())
-        self.counts[:num_experts] += selections_E
+        self.counts[:num_experts].scatter_add_(0, experts_Nk.flatten(), ones_Nk.flatten())
         self.counts[num_experts:-1] += sums
-
-    def count_dropped(self, is_dropped_Nk: Tensor, counted_N: Tensor) -> None:
-        """Add the dropped selections of the tokens that count."""
-        if self.is_counting:
-            self.counts[-1] += (is_dropped_Nk & counted_N[:, None]).sum()
 
 
 class Router(nn.Module):
@@ -80,7 +73,8 @@ class Router(nn.Module):
 
     Attributes:
         weight: [E, D].
-        bias: [E], added to scores only for the selection; None without one. No gradient changes it.
+        bias: [E], added to scores only for the selection, in at least float32 whatever the dtype of
+            the model; None without one. No gradient changes it.
         layer: number of the block in the full decoder.
         load: counts of the training step that runs; None outside of one.
         gives_losses: whether the gradient of the auxiliary losses starts on this rank; of ranks
@@ -98,13 +92,23 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts.num_experts, hidden))
         self.register_buffer("bias", torch.empty(len(self.weight)) if experts.has_bias else None)
 
+    @override
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Biases grow far beyond the differences of scores, which a narrower dtype would round away.
+        bias = self.bias
+        super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
+        if bias is not None and self.bias is not None and self.bias.dtype.itemsize < 4:
+            self.bias = bias.to(self.bias.device)
+        return self
+
     def forward(self, x_ND: Tensor, counted_N: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return experts_Nk, int64, best first, and their weights_Nk in at least float32.
 
         `counted_N` is whether each token counts toward the load; None if none does.
         """
         wide = torch.promote_types(x_ND.dtype, torch.float32)
-        logits_NE = F.linear(x_ND.to(wide), self.weight.to(wide))
+        with torch.autocast("cpu" if x_ND.is_meta else x_ND.device.type, enabled=False):
+            logits_NE = F.linear(x_ND.to(wide), self.weight.to(wide))
         is_softmax = self.experts.score == "softmax"
         scores_NE = logits_NE.softmax(-1) if is_softmax else logits_NE.sigmoid()
         experts_Nk = self._select(scores_NE.detach())
@@ -119,7 +123,7 @@ class Router(nn.Module):
             sums = (torch.cat([parts_NE, squares_N1], 1) * counted_N[:, None]).sum(0)
             if self.load.is_counting:
                 self.load.count(experts_Nk, counted_N, sums.detach())
-            if self.load.has_losses and self.gives_losses:
+            if self.experts.has_losses and self.gives_losses:
                 weights_Nk = cast(Tensor, _WithLosses.apply(weights_Nk, sums, self.load))
         return experts_Nk, weights_Nk
 
@@ -223,13 +227,7 @@ class _ExpertProducts:
         return torch.cat([F.linear(x, weight_OI) for x, weight_OI in matrices])
 
 
-_Forward = TypeVar("_Forward", bound=Callable[..., Tensor])
-
-
-def _eagerly(forward: _Forward) -> _Forward:
-    """Let a compiled block call `forward` between two graphs."""
-    disable: Any = torch.compiler.disable
-    return disable(forward)
+eagerly: Any = torch.compiler.disable
 
 
 class MoE(nn.Module):
@@ -252,7 +250,7 @@ class MoE(nn.Module):
         self.shared_gate = Linear(shape.hidden, 1, False) if experts.has_shared_gate else None
 
     # Numbers of rows depend on data: each would compile anew.
-    @_eagerly
+    @eagerly
     def forward(self, x_BTD: Tensor, counted_BT: Tensor | None = None) -> Tensor:
         """Return the output of the branch, a tensor like x_BTD.
 
@@ -262,25 +260,20 @@ class MoE(nn.Module):
         counted_N = None if counted_BT is None else counted_BT.flatten()
         num_experts = self.router.experts.num_experts
         experts_Nk, weights_Nk = self.router(x_ND, counted_N)
-        order_M = experts_Nk.flatten().argsort(stable=True)
-        if self.training and (capacity := self.router.experts.capacity) is not None:
+        is_kept_Nk = None
+        if self.training and self.router.experts.capacity is not None:
             experts_BTk = experts_Nk.view(*x_BTD.shape[:2], experts_Nk.shape[1])
             places_BTk, length = self.places(experts_BTk, num_experts)
-            most = math.ceil(capacity * experts_Nk.shape[1] * length / num_experts)
-            is_kept_Nk = places_BTk.view_as(experts_Nk) < most
-            if counted_N is not None and self.router.load is not None:
-                self.router.load.count_dropped(~is_kept_Nk, counted_N)
-            if not x_ND.is_meta:  # without values, all are kept
-                order_M = order_M[is_kept_Nk.flatten()[order_M]]
-        counts_E = count(experts_Nk.flatten()[order_M], num_experts)
-        rows_at_Nk = _inverse(order_M, experts_Nk)
-        rows_MD = cast(Tensor, _Dispatch.apply(x_ND, order_M, rows_at_Nk))
-        started = self.experts.start(rows_MD, counts_E)
+            is_kept_Nk = places_BTk.view_as(experts_Nk) < self.router.experts.limit(length)
+            load = self.router.load
+            if counted_N is not None and load is not None and load.is_counting:
+                load.counts[-1] += (~is_kept_Nk & counted_N[:, None]).sum()
+        routed = Dispatched(x_ND, experts_Nk, num_experts, is_kept_Nk)
+        started = self.experts.start(routed.rows_MD, routed.counts_E)
         shared_ND = None if self.shared is None else self.shared(x_ND)  # while rows travel
         if shared_ND is not None and self.shared_gate is not None:
             shared_ND = self.shared_gate(x_ND).sigmoid() * shared_ND
-        rows_MD = self.experts(rows_MD, started)
-        y_ND = cast(Tensor, _Combine.apply(rows_MD, weights_Nk, order_M, rows_at_Nk))
+        y_ND = routed.combined(self.experts(routed.rows_MD, started), weights_Nk)
         return (y_ND if shared_ND is None else y_ND + shared_ND).view_as(x_BTD)
 
 
@@ -304,6 +297,31 @@ def count(experts: Tensor, num_experts: int) -> Tensor:
     flat = experts.flatten()
     # Not `bincount`, which waits for a GPU.
     return flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+
+
+class Dispatched:
+    """Tokens as the rows that their experts compute, and the way back.
+
+    Attributes:
+        rows_MD: the rows of expert 0, then of expert 1, and so on; of one expert by token.
+        counts_E: number of rows of each expert, int64.
+    """
+
+    def __init__(
+        self, x_ND: Tensor, experts_Nk: Tensor, num_experts: int, is_kept_Nk: Tensor | None = None
+    ) -> None:
+        """Sort the selections by expert; drop the ones that are not kept."""
+        order_M = experts_Nk.flatten().argsort(stable=True)
+        if is_kept_Nk is not None and not x_ND.is_meta:  # without values, all are kept
+            order_M = order_M[is_kept_Nk.flatten()[order_M]]
+        self.counts_E = count(experts_Nk.flatten()[order_M], num_experts)
+        self._order_M, self._rows_at_Nk = order_M, _inverse(order_M, experts_Nk)
+        self.rows_MD = cast(Tensor, _Dispatch.apply(x_ND, order_M, self._rows_at_Nk))
+
+    def combined(self, rows_MD: Tensor, weights_Nk: Tensor) -> Tensor:
+        """Return the output of each token, y_ND, from the outputs of the experts."""
+        y_ND = _Combine.apply(rows_MD, weights_Nk, self._order_M, self._rows_at_Nk)
+        return cast(Tensor, y_ND)
 
 
 def _inverse(order_M: Tensor, experts_Nk: Tensor) -> Tensor:

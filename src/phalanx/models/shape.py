@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal, NoReturn
 
@@ -217,9 +218,21 @@ class ExpertShape(Parts):
         return self.aux_loss > 0 or self.z_loss > 0
 
     @property
+    def needs_loads(self) -> bool:
+        """Whether a step needs the loads of the global batch, for losses or for biases."""
+        return self.has_losses or self.bias_rate > 0
+
+    @property
     def without_losses(self) -> ExpertShape:
         """The experts without auxiliary losses, whose operations and messages are the same."""
         return replace(self, aux_loss=0.0, z_loss=0.0)
+
+    def limit(self, length: int) -> int:
+        """Return the most tokens of a row of `length` that an expert takes in training."""
+        if self.capacity is None:
+            return length
+        # The decimal number: 1.1 * 3 in binary is above 3.3, which would be rounded up.
+        return math.ceil(Fraction(str(self.capacity)) * self.top_k * length / self.num_experts)
 
     def needs_first_pass(self, num_microbatches: int, num_stages: int) -> bool:
         """Return whether a step counts loads by forwards of their own, before the first backward.
@@ -253,6 +266,63 @@ class LatentShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """Frequencies of the rotary embedding for rows longer than in pre-training.
+
+    Peng et al., YaRN: Efficient Context Window Extension of Large Language Models, 2023, sections
+    3.2 to 3.4. Features that turn less than `beta_slow` times in `original_length` positions turn
+    `factor` times slower, features that turn more than `beta_fast` times as before, and features
+    between them by interpolation.
+
+    Attributes:
+        factor: the new length as a multiple of `original_length`.
+        original_length: most positions of a row in pre-training.
+        beta_fast, beta_slow: turns at the borders of the interpolation.
+        truncate: whether these borders are rounded outward to whole pairs of features.
+        attention_factor: factor of cosines and sines; None if it follows from the other values.
+        mscale, mscale_all_dim: coefficients of DeepSeek's models, see the two properties.
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    def __post_init__(self) -> None:
+        optional = dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim"), 0)
+        for name, least in {"factor": 1, "original_length": 1, **optional}.items():
+            value = getattr(self, name)
+            if value is not None and not least <= value <= sys.float_info.max:
+                raise ConfigError(f"yarn: {name} is {value}; it must be at least {least}, finite")
+        if not 0 < self.beta_slow < self.beta_fast <= sys.float_info.max:
+            raise ConfigError(
+                f"yarn: beta_fast is {self.beta_fast:g} and beta_slow is {self.beta_slow:g}; "
+                "expected beta_slow above 0 and below beta_fast"
+            )
+
+    @property
+    def rotation_scale(self) -> float:
+        """Factor of cosines and sines, of queries and of keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._scale(self.mscale) / self._scale(self.mscale_all_dim)
+        return self._scale(1.0)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the scores of latent attention, also of the features without position."""
+        return self._scale(self.mscale_all_dim or 0.0) ** 2
+
+    def _scale(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes and choices of one decoder-only transformer.
 
@@ -275,8 +345,8 @@ class ModelShape:
     """Placement of the norms of a branch: at its input, at its output, or both."""
     position: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10_000.0
-    rope_scaling: tuple[float, float, float, int] | None = None
-    """Llama 3.1's frequency scaling: factor, low_freq_factor, high_freq_factor, original length."""
+    rope_scaling: tuple[float, float, float, int] | Yarn | None = None
+    """YaRN, or Llama 3.1's scaling: factor, low_freq_factor, high_freq_factor, original length."""
     window: int | None = None
     """Number of positions that a query attends to, its own the last; all up to its own if None."""
     full_every: int | None = None
@@ -307,8 +377,10 @@ class ModelShape:
                 raise ConfigError(f"model shape: {field.name} is {size}; it must be at least 1")
         for name in ("norm_eps", "rope_theta", "window_theta"):
             number = getattr(self, name)
-            if number is not None and not 0.0 < number <= sys.float_info.max:
-                raise ConfigError(f"model shape: {name} is {number}; it must be above 0 and finite")
+            low = int(name == "rope_theta" and isinstance(self.rope_scaling, Yarn))
+            if number is not None and not low < number <= sys.float_info.max:
+                above = f"it must be above {low} and finite"
+                raise ConfigError(f"model shape: {name} is {number}; {above}")
         for name in ("full_every", "window_theta"):
             if self.window is None and (value := getattr(self, name)) is not None:
                 raise ConfigError(

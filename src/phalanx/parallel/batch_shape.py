@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,12 +67,5 @@ def batch_shape() -> BatchShape:
 
 
 def carried(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` bound to the current shape, so that backward can recompute it."""
-    shape = _SHAPE.get()
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with batch_scope(shape):
-            return function(*args, **kwargs)
-
-    return run
+    """Return `function` bound to the current context, so that backward can recompute it."""
+    return functools.partial(copy_context().run, function)

@@ -74,7 +74,8 @@ class DataSplit(Split):
     @classmethod
     def applies_to(cls, target: Target) -> bool:
         """Return whether several ranks hold full replicas and compute different tokens."""
-        return bool(_degrees(target.strategy)) and target.strategy.fsdp.degree == 1
+        is_summed = bool(_degrees(target.strategy)) and not target.same_rows
+        return is_summed and target.strategy.fsdp.degree == 1
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return the all-reduces of gradients, and of the flags for used parameters."""

@@ -13,6 +13,9 @@ Cost      A rank sends the rows whose experts are elsewhere, (N-1)/N of M D elem
           routing, and returns as many, in both directions; with recomputation once more forward.
           The counts are 8 E bytes a rank, for which the host waits. Imbalance makes the rank with
           the most rows the slowest. Under tp every rank of tp exchanges the same rows.
+Same rows In generation all ranks of ep have the same rows[M, D] (`Target.same_rows`). Each computes
+          the rows of its own experts, and sends the results to all others by one all-to-all, whose
+          sizes all know without an all_gather: a rank receives (N-1)/N of M D elements.
 Limits    N must divide E. tp must be 1d or megatron.
 
 N = 2 ranks, E = 4 experts. Rank 0 receives the rows of experts 0 and 1 (a row is written as the
@@ -25,12 +28,13 @@ expert and the rank of its token):
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -40,6 +44,7 @@ from phalanx.comm.ledger import Entry
 from phalanx.comm.pending import Pending
 from phalanx.comm.row_counts import RowCounts
 from phalanx.errors import StrategyError
+from phalanx.models.experts import Dispatched, Experts, eagerly
 from phalanx.models.shape import ExpertShape
 from phalanx.parallel.composite import mapped
 from phalanx.parallel.local_parameters import local_parameters
@@ -60,18 +65,17 @@ class ExpertSplit(Split):
 
     def __init__(self, target: Target) -> None:
         super().__init__(target)
-        self._experts = _checked(target.skeleton, target.strategy)
+        _check(target.skeleton, target.strategy)
         self._num_ranks = target.strategy.ep.degree
 
     def next_target(self) -> Target:
-        """Return the target in which a rank has E/N experts, with axes of their own."""
-        shapes, axes = dict(self.target.shapes), dict(self.target.axes)
+        """Return the target in which a rank has E/N experts."""
+        shapes = dict(self.target.shapes)
         for weight in self.target.skeleton.weights:
             if weight.is_expert:
                 num_experts, *others = self.target.shape(weight)
                 shapes[weight] = num_experts // self._num_ranks, *others
-                axes[weight] = EXPERT
-        return dataclasses.replace(self.target, shapes=shapes, axes=axes)
+        return dataclasses.replace(self.target, shapes=shapes)
 
     def traffic(self, microbatches: Sequence[tuple[int, int]]) -> list[Entry]:
         """Return the expected communication of a rank: each expert gets as many rows.
@@ -80,9 +84,8 @@ class ExpertSplit(Split):
         """
         shape, layers, rows = self._experts, self._num_layers, 0
         for num, length in microbatches:
-            mean = shape.top_k * length / shape.num_experts
-            most = length if shape.capacity is None else math.ceil(shape.capacity * mean)
-            rows += 2 * layers * num * min(shape.top_k * length, shape.num_experts * most)
+            most = shape.num_experts * shape.limit(length)
+            rows += 2 * layers * num * min(shape.top_k * length, most)
         away = rows * (self._num_ranks - 1) / self._num_ranks
         return self._entries(layers * len(microbatches), rows, away)
 
@@ -111,6 +114,12 @@ class ExpertSplit(Split):
             low = (0, 0)
         high = (tokens * (k + most) + of_others, tokens * (k - fewest) + of_others)
         return self._entries(number, *low), self._entries(number, *high)
+
+    @property
+    def _experts(self) -> ExpertShape:
+        shape = self.target.skeleton.shape
+        assert shape is not None and shape.experts is not None, "only a decoder's k is known"
+        return shape.experts
 
     @property
     def _num_layers(self) -> int:
@@ -146,39 +155,51 @@ class ExpertSplit(Split):
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Keep E/N experts of each block, and exchange rows in the forward of the experts."""
-        apply(model, comm)
+        apply(model, comm, same_rows=self.target.same_rows)
 
 
-def _checked(skeleton: Skeleton, strategy: Strategy) -> ExpertShape:
-    """Return the experts of a model that ep can split.
+def _check(skeleton: Skeleton, strategy: Strategy) -> None:
+    """Refuse a model that ep cannot split.
 
     Raises:
-        StrategyError: it cannot.
+        StrategyError: it has no stacked experts, or the degree does not divide their number.
     """
     name, degree = str(Strategy(ep=strategy.ep)), strategy.ep.degree
-    experts = None if skeleton.shape is None else skeleton.shape.experts
-    if experts is None:
-        what = type(skeleton.model).__name__ + " without experts"
+    stacks = experts_of(skeleton.model)  # of the full model: a stage may have none
+    if not stacks:
+        what = f"the model is a {type(skeleton.model).__name__} without experts"
+        for place, module in skeleton.model.named_modules():
+            is_stack = any(p.ndim == 3 for p in module.parameters(recurse=False))
+            if is_stack or place.endswith("experts"):
+                what = f"'{place}' of the model is a {type(module).__name__}"
+                break
         raise StrategyError(
-            f"{name}: ep splits the experts of phalanx's Decoder, and the model is a {what}; the "
-            f"nearest is dp{degree}"
+            f"{name}: ep splits the experts of phalanx's Decoder, and modules of `num_experts` "
+            "stacked matrices that are called with (hidden_states, top_k_index, top_k_weights); "
+            f"{what}; the nearest is dp{degree}"
         )
-    if experts.num_experts % degree:
-        legal = [n for n in range(2, experts.num_experts + 1) if experts.num_experts % n == 0]
-        nearest = Axis(min(legal, key=lambda n: (abs(n - degree), n)), strategy.ep.kind)
-        raise StrategyError(
-            f"{name}: the model has {experts.num_experts} experts, which is not a multiple of "
-            f"{degree}; the nearest is {Strategy(ep=nearest)}"
-        )
-    return experts
+    for place, module in stacks.items():
+        number = next(module.parameters(recurse=False)).shape[0]
+        if "base_layer" in place.split("."):
+            raise StrategyError(
+                f"{name}: '{place}' has an adapter of PEFT, which ep does not split; the "
+                f"nearest is fsdp{degree}"
+            )
+        if number % degree:
+            legal = [n for n in range(2, number + 1) if number % n == 0]
+            nearest = Axis(min(legal, key=lambda n: (abs(n - degree), n)), strategy.ep.kind)
+            raise StrategyError(
+                f"{name}: the model has {number} experts, which is not a multiple of {degree}; the "
+                f"nearest is {Strategy(ep=nearest)}"
+            )
 
 
-def apply(model: nn.Module, comm: Comm) -> None:
-    """Split the experts of a model over ep in place."""
+def apply(model: nn.Module, comm: Comm, *, same_rows: bool = False) -> None:
+    """Split the experts of a model over ep in place; for `same_rows` see `Target`."""
     for module in experts_of(model).values():
         for name, parameter in [*module.named_parameters(recurse=False)]:
             setattr(module, name, _own_experts(parameter, comm))
-        _bind(module, comm)
+        (_bind_same_rows if same_rows else _bind)(module, comm)
 
 
 def _own_experts(parameter: nn.Parameter, comm: Comm) -> nn.Parameter:
@@ -204,7 +225,8 @@ def _own_experts(parameter: nn.Parameter, comm: Comm) -> nn.Parameter:
 
 def _bind(module: nn.Module, comm: Comm) -> None:
     """Exchange rows before and after the own experts of this rank in the forward of `module`."""
-    own: Callable[..., Tensor] = module.forward
+    is_decoder, whole = isinstance(module, Experts), cast(Callable[..., Tensor], module.forward)
+    own = whole if is_decoder else functools.partial(_of_rows, module, whole)
 
     def start(rows_MD: Tensor, counts_E: Tensor) -> tuple[Pending, RowCounts]:
         counts = comm.gather_counts(counts_E, "ep", len(rows_MD))
@@ -226,8 +248,54 @@ def _bind(module: nn.Module, comm: Comm) -> None:
             results_RD = own(rows_RD, counts_e)
         return mapped(results_RD, back, there)
 
+    @eagerly
+    def of_tokens(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        x_ND = hidden_states.reshape(-1, hidden_states.shape[-1])
+        routed = Dispatched(x_ND, top_k_index, cast(int, module.num_experts))
+        rows_MD = forward(routed.rows_MD, start(routed.rows_MD, routed.counts_E))
+        wide = torch.promote_types(x_ND.dtype, torch.float32)
+        return routed.combined(rows_MD, top_k_weights.to(wide)).view_as(hidden_states)
+
     replaced: Any = module
-    replaced.start, replaced.forward = start, forward
+    replaced.forward = forward if is_decoder else of_tokens
+    if is_decoder:
+        replaced.start = start
+
+
+def _of_rows(
+    module: nn.Module, forward: Callable[..., Tensor], rows_RD: Tensor, counts_e: Tensor
+) -> Tensor:
+    """Apply the own experts of a module of transformers to rows, each a token of one slot."""
+    experts_R = torch.arange(len(counts_e), device=rows_RD.device)
+    experts_R = experts_R.repeat_interleave(counts_e, output_size=len(rows_RD))
+    rows = rows_RD
+    if not len(rows_RD):  # a loop over the experts with rows would use no parameter
+        rows, experts_R = F.pad(rows_RD, (0, 0, 0, 1)), F.pad(experts_R, (0, 1))
+    stack: Any = module
+    num_experts, stack.num_experts = stack.num_experts, len(counts_e)
+    try:
+        y = forward(rows, experts_R[:, None], rows.new_ones(len(rows), 1))
+    finally:
+        stack.num_experts = num_experts
+    return y[: len(rows_RD)]
+
+
+def _bind_same_rows(module: nn.Module, comm: Comm) -> None:
+    """Let each rank compute the rows of its own experts, and gather the results of all ranks."""
+    # Rows of experts 0 0 1 | 2 2 3: sorted by expert, they are sorted by rank too.
+    own: Callable[..., Tensor] = module.forward
+    num_ranks, coord = comm.size("ep"), comm.coord("ep")
+
+    def forward(rows_MD: Tensor, counts_E: Tensor) -> Tensor:
+        counts_Ne = counts_E.view(num_ranks, -1)
+        sizes: list[int] = counts_Ne.sum(1).tolist()
+        with local_parameters(module):
+            results_RD = own(rows_MD.split(sizes)[coord], counts_Ne[coord])
+        to_all = RowCounts(tuple((size,) * num_ranks for size in sizes))
+        return comm.exchange_rows(results_RD.repeat(num_ranks, 1), "ep", to_all)
+
+    replaced: Any = module
+    replaced.forward = forward
 
 
 def _by_expert(groups: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

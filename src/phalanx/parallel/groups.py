@@ -165,7 +165,8 @@ def groups_of(target: Target, *, keeps: bool = True) -> list[Group]:
         is_cast = place == "block" and compute is not None and compute.itemsize < master.itemsize
         num_shards = math.prod(mesh_axes[axis] for axis in axes_of(axes.shards, mesh_axes))
         # Of uneven shards of a part of a dimension, DTensor does not know the offsets.
-        odd = (w for w in weights if axes.split and not _is_even(target.shape(w), num_shards))
+        shapes = ((w, target.shape(w)) for w in weights if axes.split)
+        odd = (w for w, shape in shapes if shape[shard_dim(shape, num_shards)] % num_shards)
         if (weight := next(odd, None)) is not None:
             raise StrategyError(
                 f"{target.strategy}: fsdp splits '{weight.name}' {target.shape(weight)} of each "
@@ -199,10 +200,6 @@ def groups_of(target: Target, *, keeps: bool = True) -> list[Group]:
 def shard_dim(shape: Sequence[int], num_shards: int) -> int:
     """Return the dimension by which fsdp splits the experts [E, ..] of a rank, see the top."""
     return next((dim for dim, size in enumerate(shape) if size % num_shards == 0), 0)
-
-
-def _is_even(shape: Sequence[int], num_shards: int) -> bool:
-    return shape[shard_dim(shape, num_shards)] % num_shards == 0
 
 
 def _members(

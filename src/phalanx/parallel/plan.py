@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement
 from phalanx.comm.axes import axes_of
 from phalanx.comm.comm import Ranks
 from phalanx.comm.dry_run import CountingComm
-from phalanx.comm.ledger import Entry, added
+from phalanx.comm.ledger import Entry, Tally
 from phalanx.comm.row_counts import RowCounts
 from phalanx.errors import StrategyError
 from phalanx.models.decoder import Decoder
@@ -71,6 +71,9 @@ class Plan(Generic[Model]):
     The constructor makes all decisions; only `apply` and `build` change the model. With a pipeline,
     the plan describes the ranks at coordinate `pp_rank` of pp. For the arguments see `Target`.
 
+    Attributes:
+        local: the target that all axes leave; fsdp, which splits last, keeps its shapes.
+
     Raises:
         StrategyError: the strategy uses a feature that is not implemented, or the model does not
             allow the strategy.
@@ -88,6 +91,7 @@ class Plan(Generic[Model]):
         run_on_shapes: Callable[[nn.Module, tuple[int, int]], object] | None = None,
         pp_rank: int = 0,
         make: Callable[[], Model] | None = None,
+        same_rows: bool = False,
     ) -> None:
         """Resolve the strategy; `make` returns the model that a skeleton describes."""
         require_built(strategy)
@@ -95,7 +99,8 @@ class Plan(Generic[Model]):
         self.strategy = strategy
         skeleton = model if isinstance(model, Skeleton) else skeleton_of(model)
         self._make = make or (lambda: cast(Model, skeleton.model))
-        self._whole = Target(strategy, skeleton, compute, roles, batch_norm, masks, run_on_shapes)
+        whole = Target(strategy, skeleton, compute, roles, batch_norm, masks, run_on_shapes)
+        self._whole = dataclasses.replace(whole, same_rows=same_rows)
         self._types = [split for split in SPLITS if split.applies_to(self._whole)]
         self._resolve(self._types, pp_rank)
 
@@ -107,6 +112,7 @@ class Plan(Generic[Model]):
             later = tuple(self._types[number:])
             self._splits.append(make(dataclasses.replace(target, later=later)))
             target = self._splits[-1].next_target()
+        self.local = target
         self._unsharded = data.replicated_bytes(target.sizes(), sum(target.sizes(is_trained=False)))
 
     def for_pp_rank(self, pp_rank: int) -> Plan[Model]:
@@ -200,14 +206,14 @@ class Plan(Generic[Model]):
                 known = routed if number == 0 or routed is None else ()  # of all microbatches
                 of_forward = self._split_traffic([microbatch], known)
                 entries += [entry for entry in of_forward if entry.phase == "forward"]
-        if experts.has_losses or experts.bias_rate:
+        if experts.needs_loads:
             degrees = self.strategy.mesh_axes()
             num_bytes = 8 * shape.num_layers * (2 * experts.num_experts + 2)
             rows = [
                 ("balance", axis, "all_reduce", 1, num_bytes) for axis in axes_of("loss", degrees)
             ]
             entries += entries_of(rows, degrees.__getitem__)
-        return added(entries)
+        return Tally(entries).entries()
 
     def _split_traffic(
         self, microbatches: Sequence[tuple[int, int]], routed: Sequence[RowCounts] | None
@@ -303,11 +309,14 @@ def plan_decoder(
     master: torch.dtype = torch.float32,
     compute: torch.dtype | None = None,
     pp_rank: int = 0,
+    *,
+    same_rows: bool = False,
 ) -> Plan[Decoder]:
     """Return the plan of a decoder on the meta device; for the dtypes see `Decoder.on_meta`."""
     skeleton = skeleton_of_shape(shape, master, compute)
     make = functools.partial(Decoder.on_meta, shape, master, compute)
-    return Plan(strategy, skeleton, compute=compute, pp_rank=pp_rank, make=make)
+    options: dict[str, Any] = {"compute": compute, "pp_rank": pp_rank, "same_rows": same_rows}
+    return Plan(strategy, skeleton, make=make, **options)
 
 
 def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

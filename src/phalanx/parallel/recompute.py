@@ -156,8 +156,8 @@ class RecomputeSplit(Split):
 
     def apply(self, model: nn.Module, comm: Ranks) -> None:
         """Replace the forwards of blocks by forwards that recompute in backward."""
-        has_tensors = self.target.strategy.tp.degree > 1
-        apply(model, self.target.strategy.recompute, carried if has_tensors else None)
+        strategy = self.target.strategy
+        apply(model, strategy.recompute, None if strategy.has_whole_samples else carried)
 
 
 def _replace_forward(block: nn.Module, run_again: Callable[..., Any]) -> None:

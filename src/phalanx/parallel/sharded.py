@@ -126,11 +126,8 @@ class ShardedSplit(Split):
         rows: list[tuple[str, str, str, int, int]] = []
         degree, mesh_axes = dict(self._degree), self.target.strategy.mesh_axes()
         for g in groups:
-            axis, size, shard = (
-                single_axis(g.axes.shards, mesh_axes),
-                g.gathered_bytes,
-                g.shard_bytes,
-            )
+            axis = single_axis(g.axes.shards, mesh_axes)
+            size, shard = g.gathered_bytes, g.shard_bytes
             degree[axis] = g.num_shards
             # Every stage gathers the rest; only the first and the last reduce its gradients.
             is_rest = g.place == "rest"
@@ -161,7 +158,7 @@ class ShardedSplit(Split):
             )
         broadcast_parameters(model, comm)
         strategy = self.target.strategy
-        experts = {p for module in experts_of(model).values() for p in module.parameters()}
+        experts = {p for each in experts_of(model).values() for p in each.parameters(recurse=False)}
 
         where: dict[str, Any] = {"mesh": comm.sharding_mesh}
         replicas = "dp" if "dp" in comm.axes else None

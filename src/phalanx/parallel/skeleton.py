@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -75,10 +76,34 @@ def ends_of(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 def experts_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return name -> module of each module of stacked experts.
 
-    Dimension 0 of each of its parameters counts experts, and its forward is the one that `ep`
-    replaces.
+    Dimension 0 of each of its own parameters counts experts, and its forward is the one that `ep`
+    replaces. It is the `Experts` of a decoder, or has the interface of experts in transformers:
+
+        num_experts                                      E
+        parameters                                       [E, ..], at least one of them [E, .., ..]
+        forward(hidden_states, top_k_index, top_k_weights)    [N, D], [N, k], [N, k] -> [N, D]
     """
-    return {name: each for name, each in model.named_modules() if isinstance(each, Experts)}
+    return {
+        name: each
+        for name, each in model.named_modules()
+        if isinstance(each, Experts) or _is_stack(each)
+    }
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Return whether a module has the interface of experts in transformers."""
+    number, own = getattr(module, "num_experts", None), [*module.parameters(recurse=False)]
+    if not any(p.ndim == 3 for p in own) or any(p.shape[:1] != (number,) for p in own):
+        return False
+    # Further matrices, as of a parametrization, may be computed from all experts together.
+    matrices = sum(p.ndim > 1 for p in module.parameters())
+    _, *arguments = inspect.signature(type(module).forward).parameters
+    return (
+        matrices == sum(p.ndim > 1 for p in own)
+        and len(arguments) == 3
+        and "ind" in arguments[1]
+        and "weights" in arguments[2]
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +222,7 @@ def skeleton_of(model: nn.Module) -> Skeleton:
     )
 
 
+@functools.lru_cache(maxsize=16)
 def skeleton_of_shape(
     shape: ModelShape, master: torch.dtype, compute: torch.dtype | None = None
 ) -> Skeleton:
@@ -223,7 +249,7 @@ def _weights(model: nn.Module, blocks: Iterable[str]) -> tuple[Weight, ...]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
     known = frozenset(blocks)
-    experts = {p for module in experts_of(model).values() for p in module.parameters()}
+    experts = {p for each in experts_of(model).values() for p in each.parameters(recurse=False)}
     return tuple(
         Weight(
             names=tuple(all_names),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import nn
 
-from phalanx.comm.axes import DENSE, ParameterAxes
+from phalanx.comm.axes import DENSE, EXPERT, ParameterAxes
 from phalanx.comm.comm import Ranks
 from phalanx.comm.ledger import Entry, sent_bytes
 from phalanx.parallel.accumulate import Runner
@@ -95,9 +95,9 @@ class Target:
         num_end_stages: number of those stages that are the first or the last one, which read the
             modules outside of blocks; 1 without a pipeline.
         shapes: shapes of the first rank's shards of the parameters that earlier axes have split.
-        axes: sets of axes of the parameters that an earlier axis has split into different parts on
-            ranks with different samples; all others have `DENSE`.
         later: the axes of the strategy that split the model after this one.
+        same_rows: whether all ranks have the same rows of a batch, as in generation: the model has
+            no gradients. Figures of bytes are of training all the same.
     """
 
     strategy: Strategy
@@ -111,8 +111,8 @@ class Target:
     num_stages: int = 1
     num_end_stages: int = 1
     shapes: Shapes = field(default_factory=dict[Weight, tuple[int, ...]])
-    axes: Mapping[Weight, ParameterAxes] = field(default_factory=dict[Weight, ParameterAxes])
     later: tuple[type[Split], ...] = ()
+    same_rows: bool = False
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -125,7 +125,7 @@ class Target:
 
     def axes_of(self, weight: Weight) -> ParameterAxes:
         """Return the sets of axes that sum the gradient of a parameter, and that shard it."""
-        return self.axes.get(weight, DENSE)
+        return EXPERT if weight.is_expert and self.strategy.ep.degree > 1 else DENSE
 
     def shard_shape_after_later(self, part: TensorKind, shape: Shape) -> Shape:
         """Return the shape of the first rank's shard of a tensor of kind `part` and of `shape`.

@@ -35,7 +35,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,  # pyright: ignore[reportPrivateUsage]
 )
 
-from phalanx.comm.axes import EXPERT, axes_of, flattened
+from phalanx.comm.axes import is_of_shards
 from phalanx.comm.comm import Comm
 from phalanx.comm.ledger import Entry, Tally, sent_in_pieces
 from phalanx.comm.row_counts import RowCounts
@@ -94,26 +94,23 @@ class Matrix:
     fixed: Mapping[str, int]
     owner: Mapping[str, int] = field(default_factory=dict[str, int])
 
-    def shape_before(self, number: int, comm: Comm) -> tuple[int, ...]:
-        """Return the shape of this rank's piece before cut `number`."""
-        shape = self.shape
-        for cut in self.cuts[:number]:
-            shape = cut.shape(shape, comm.coord(cut.axis))
-        return shape
-
     def local(self, shard: Tensor) -> Tensor:
         """Return the view of the rows in this rank's shard of the parameter."""
         first, end = self.rows
         return (shard if shard.ndim else shard.view(1))[first:end]
 
 
+_Piece = tuple[Matrix, Cut, tuple[int, ...], int]
+"""Matrix, its cut by an axis, its shape here before the cut, and the owner's coordinate."""
+
+
 @dataclass(frozen=True)
 class _Move:
-    """An all-to-all of (matrix, number of the cut) over an axis; `counts` belong to a scatter."""
+    """An all-to-all over an axis; `counts` belong to a scatter."""
 
     axis: str
     is_copy: bool
-    matrices: Sequence[tuple[Matrix, int]]
+    pieces: Sequence[_Piece]
     counts: RowCounts
 
 
@@ -153,7 +150,7 @@ class Owners:
         matrices: list[Matrix] = []
         known: dict[Any, list[Matrix]] = {}  # equal blocks have equal matrices
         for number, parameter in enumerate(self.parameters):
-            key = tuple(parameter.shape), tuple(rows[number]), _axes_that_cut(parameter, comm)
+            key = tuple(parameter.shape), tuple(rows[number]), _axes_that_cut(parameter)
             if key not in known:
                 known[key] = [_matrix(key[0], each, key[2], comm) for each in key[1]]
             matrices += [replace(each, parameter=number) for each in known[key]]
@@ -236,7 +233,7 @@ class Owners:
                 sizes = counts.sent(me)
                 payload = sum(sizes) * itemsize
                 sent = sent_in_pieces(payload, sizes, me)
-                tally.add("optimizer", move.axis, "all_to_all", payload, sent)
+                tally.add(Entry("optimizer", move.axis, "all_to_all", 1, payload, sent))
         return tally.entries()
 
     def _coord(self, matrix: Matrix, name: str) -> int:
@@ -252,25 +249,25 @@ class Owners:
     def _round(self, matrices: Sequence[Matrix]) -> Round:
         comm = self._comm
         mine = [m for m in matrices if all(comm.coord(a) == at for a, at in m.fixed.items())]
-        moving: dict[tuple[int, int, str], list[tuple[Matrix, int]]] = defaultdict(list)
+        moving: dict[tuple[int, int, str], list[_Piece]] = defaultdict(list)
         for matrix in mine:
+            whole = matrix.shape
             for number, cut in enumerate(matrix.cuts):
                 # A piece crosses a cut between ranks that have the owner's coordinates on the axes
                 # of all later cuts. The order of the moves is the order of the cuts.
                 if self._owns(matrix, [each.axis for each in matrix.cuts[number + 1 :]]):
-                    first = comm.axes_of(cut.axis)[0]
-                    is_inner = first.split("_")[0] not in ("tp", EXPERT.split)
-                    kind = 2 if cut.indices is None else int(is_inner)
-                    moving[kind, self._axes.index(first), cut.axis].append((matrix, number))
+                    first = self._axes.index(comm.axes_of(cut.axis)[0])
+                    kind = 2 if cut.indices is None else int(is_of_shards(cut.axis))
+                    piece = matrix, cut, whole, self._coord(matrix, cut.axis)
+                    moving[kind, first, cut.axis].append(piece)
+                whole = cut.shape(whole, comm.coord(cut.axis))
         moves: list[_Move] = []
         for (kind, _, axis), some in sorted(moving.items(), key=lambda item: item[0]):
             num_ranks = comm.size(axis)
             counts = [[0] * num_ranks for _ in range(num_ranks)]
-            for matrix, number in some:
-                whole = matrix.shape_before(number, comm)
+            for _, cut, whole, owner in some:
                 for coord in range(num_ranks):
-                    size = math.prod(matrix.cuts[number].shape(whole, coord))
-                    counts[self._coord(matrix, axis)][coord] += size
+                    counts[owner][coord] += math.prod(cut.shape(whole, coord))
             moves.append(_Move(axis, kind == 2, some, RowCounts(tuple(map(tuple, counts)))))
         return Round(mine, moves)
 
@@ -294,9 +291,7 @@ class Owners:
             return part.view(*shape)
 
         outgoing = [*sent.split(counts.sent(me))]
-        for matrix, number in move.matrices:
-            cut, owner = matrix.cuts[number], self._coord(matrix, axis)
-            whole = matrix.shape_before(number, comm)
+        for matrix, cut, whole, owner in move.pieces:
             if to_owner:
                 next_part(outgoing, owner, cut.shape(whole, me)).copy_(held[matrix])
             elif owner == me:
@@ -308,9 +303,7 @@ class Owners:
                     next_part(outgoing, coord, piece.shape).copy_(piece)
         incoming = [*comm.exchange_rows(sent, axis, counts).split(counts.received(me))]
         moved: dict[Matrix, Tensor] = {}
-        for matrix, number in move.matrices:
-            cut, owner = matrix.cuts[number], self._coord(matrix, axis)
-            whole = matrix.shape_before(number, comm)
+        for matrix, cut, whole, owner in move.pieces:
             if not to_owner:
                 moved[matrix] = next_part(incoming, owner, cut.shape(whole, me))
             elif owner == me and cut.indices is not None:
@@ -325,28 +318,16 @@ AxisCut = tuple[str, int, Placement | None]
 """Axis, dimension, and the placement on an axis of tp; None for rows in equal chunks."""
 
 
-def _axes_that_cut(parameter: Tensor, comm: Comm) -> tuple[AxisCut, ...]:
+def _axes_that_cut(parameter: Tensor) -> tuple[AxisCut, ...]:
     """Return the axes that cut a parameter, in the order of the cuts: tp and ep, then fsdp."""
     if not isinstance(parameter, DTensor):
         return ()
-    mesh = parameter.device_mesh
-    names = mesh.mesh_dim_names or ()
-    found: list[AxisCut] = []
-    shards: list[tuple[str, int]] = []
-    for name, size, placement in zip(names, mesh.shape, parameter.placements, strict=True):
-        if placement.is_replicate() or size == 1:
-            continue
-        dim = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
-        # Experts are stacks; fsdp shards other parameters over ep too.
-        if name in axes_of("tp", names) or (name == EXPERT.split and parameter.ndim == 3):
-            found.append((name, dim, placement))
-        else:
-            shards.append((name, dim))
-    if shards:  # FSDP2 cuts the shard of tp into equal chunks, whatever its placements say
-        members = tuple(axis for name, _ in shards for axis in comm.axes_of(name))
-        flat = next((n for n, of in flattened(comm.axes).items() if of == members), members[0])
-        found.append((flat, shards[0][1], None))
-    return tuple(found)
+    names, placements = parameter.device_mesh.mesh_dim_names or (), parameter.placements
+    each = zip(names, cast(Any, placements), strict=True)
+    cutting = [(name, placement) for name, placement in each if not placement.is_replicate()]
+    cutting.sort(key=lambda cut: is_of_shards(cut[0]))
+    # FSDP2 cuts the piece of the others into equal chunks, whatever its own placement says.
+    return tuple((name, at.dim, None if is_of_shards(name) else at) for name, at in cutting)
 
 
 @functools.lru_cache(1024)

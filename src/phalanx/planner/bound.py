@@ -188,10 +188,27 @@ def _seconds(planned: Step, cluster: Cluster, software: Software) -> tuple[Secon
         _HEAD: any_part.head.alone,
     }
     both, forward = ends | {_MESSAGE: message_s}, ends | {_MESSAGE: message_s / 2}
+    exchanges_s = _exchanges_s(planned, tokens, cluster, software)
     for kind, of in parts.items():
         whole = DeviceHostSeconds(*map(sum, zip(of.block, of.again_and_backward, strict=True)))
-        both[kind], forward[kind] = whole.with_collectives(tensor), of.block.alone
+        both[kind] = whole.with_collectives(tensor) + kind.has_experts * exchanges_s
+        forward[kind] = of.block.alone
     return both, forward
+
+
+def _exchanges_s(planned: Step, tokens: float, cluster: Cluster, software: Software) -> float:
+    """Return a lower bound of the exchanges of a block's rows over ep: two in each pass."""
+    model, strategy, num = planned.model, planned.strategy, planned.strategy.ep.degree
+    experts = model.shape.experts
+    if experts is None or num == 1:
+        return 0.0
+    rows = tokens * experts.top_k * min(1, experts.capacity or 1)
+    times = 4 if strategy.recompute.kind == "none" else 6
+    sent = times * _ITEM_BYTES * rows * model.shape.hidden * (1 - 1 / num)
+    group = network.group_of(strategy.mesh_axes(), ("ep",))
+    of = group, sent, times, cluster, software, experts.top_k
+    each = model.imbalance / (strategy.tp.degree if software.sends_rows_once else 1)
+    return each * network.seconds("all_to_all", *of)
 
 
 class _Weights(NamedTuple):

@@ -18,20 +18,33 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from phalanx.account.activations import microbatches_for_peak
-from phalanx.account.planned import DecoderModel, PlannedStep
+from phalanx.account.planned import DecoderModel, Matrices, PlannedStep
+from phalanx.account.recorder import Operation
 from phalanx.comm.axes import axes_of
 from phalanx.comm.ledger import Entry
+from phalanx.models.block_weights import newton_schulz_flops
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import Timeline
+from phalanx.parallel.plan import Plan
 from phalanx.planner import network, stages
 from phalanx.planner.machine import Cluster
-from phalanx.planner.parts import MEMORY, NOTHING, DeviceHostSeconds, link_seconds
+from phalanx.planner.parts import (
+    MEMORY,
+    NOTHING,
+    DeviceHostSeconds,
+    link_seconds,
+    operation_seconds,
+)
 from phalanx.planner.software import Software
 from phalanx.planner.stages import StageTimes
 from phalanx.strategy import POSITIONS, Strategy
 
 ADAM_WORDS = 7
 """32-bit words that AdamW reads and writes per parameter: value, gradient and two moments."""
+
+MUON_WORDS = 10
+"""32-bit words that Muon reads and writes per parameter beside its iteration: 3 for the moment, 2.5
+for its direction, which has 16 bits, 2 for the decay and 2.5 for the update."""
 
 _CALL_LAUNCHES: Final = 5
 """Host time of a tp collective, as a multiple of the launch time of an operator."""
@@ -181,6 +194,32 @@ class _Exchange(NamedTuple):
     backward: float
 
 
+class _Traffic(NamedTuple):
+    """Traffic of a pipeline rank: of a step of one microbatch, and of each further microbatch."""
+
+    one: list[Entry]
+    further: list[Entry]
+
+
+def _traffic(plan: Plan[Any], size: tuple[int, int]) -> _Traffic:
+    """Return the traffic of the plan's rank, for microbatches of (rows, positions)."""
+    # Two steps separate traffic of a step (gathers before forward, the last reduction) from
+    # traffic that each further microbatch adds:
+    #
+    #     one microbatch      once + per
+    #     two microbatches    once + 2 per
+    one, two = plan.traffic([size]), plan.traffic([size] * 2)
+    before = {(e.phase, e.axis, e.op): e for e in one}
+    further: list[Entry] = []
+    for each in two:
+        if (less := before.get((each.phase, each.axis, each.op))) is not None:
+            names = ("calls", "payload_bytes", "sent_bytes")
+            more = {name: getattr(each, name) - getattr(less, name) for name in names}
+            each = dataclasses.replace(each, **more)
+        further.append(each)
+    return _Traffic(one, further)
+
+
 class _Costs:
     """Times of the parts of one planned step: stages, dp and fsdp communication, optimizer."""
 
@@ -188,6 +227,14 @@ class _Costs:
         self.step, self.job, self.software, self.plan = step, job, software, step.plan
         num_rounds = microbatches_for_peak(step.strategy, step.accumulation)
         self.schedule: Schedule | None = self.plan.schedule(num_rounds)
+        size = (step.microbatch, step.seq_len)
+        self.first = self.most = _traffic(self.plan, size)
+        self.plans, self.num_sparse = [self.plan], 0
+        if isinstance(step.model, DecoderModel) and step.model.shape.experts is not None:
+            most, self.num_sparse = stages.with_most_experts(self.plan, step.model.shape)
+            if most is not self.plan:
+                self.plans.append(most)
+                self.most = _traffic(most, size)
 
     def of_stages(self) -> list[StageCost]:
         """Return the times of each pipeline stage; one stage without pp."""
@@ -200,8 +247,7 @@ class _Costs:
         # above of the exposed time that needs no time of its own for each kind.
         attention_s = min((link.attention for link in blocks), default=0.0)
         around = self._around_block(attention_s, num_blocks)
-        num_sparse = sum(links[at].has_experts for stage in of_first for at in cut[stage])
-        exchange = self._exchange(num_sparse)
+        exchange = self._exchange()
         group = network.group_of(self.step.strategy.mesh_axes(), ("pp",))
         stages: list[StageCost] = []
         for stage in cut:
@@ -235,7 +281,7 @@ class _Costs:
         tensor = {name: NOTHING for name in ("forward", "backward")}
         ring_s = 0.0
         host_call_s = tensor_host_s(self.step.strategy, self.job, self.software)
-        for entry in self._of_microbatch:
+        for entry in self.first.further:
             if entry.axis.startswith("tp") and entry.phase in tensor:
                 device, host = tensor[entry.phase]
                 device += self._entry_s(entry) / num_blocks
@@ -250,16 +296,16 @@ class _Costs:
         )
         return _AroundBlock(forward, backward, sum(of.device for of in tensor.values()), ring_s)
 
-    def _exchange(self, num_blocks: int) -> _Exchange:
+    def _exchange(self) -> _Exchange:
         """Return the seconds in which ep sends rows of one block there and back, a microbatch.
 
         The plan's traffic has the expected bytes: of the rows that a rank selects, the part
         (ep - 1) / ep leaves the rank. The busiest rank receives `imbalance` times as many, and
         its peers wait for it. Ranks of tp have equal rows: a program that sends rows once sends a
-        part from each. Compute does not hide the exchange. The plan's traffic is of the first
-        pipeline rank, which has `num_blocks` of the blocks with experts.
+        part from each. Compute does not hide the exchange. The first pipeline rank may have no
+        block with experts, so the traffic is of the rank with the most, `num_sparse`.
         """
-        if not num_blocks:
+        if not self.num_sparse:
             return _Exchange(0.0, 0.0)
         model: DecoderModel = self.step.model
         assert model.shape.experts is not None
@@ -267,40 +313,15 @@ class _Costs:
         of = {
             name: sum(
                 self._entry_s(entry, copies)
-                for entry in self._of_microbatch
+                for entry in self.most.further
                 if entry.axis == "ep" and entry.phase == name and not _is_of_data(entry)
             )
             for name in ("forward", "backward")
         }
-        each = model.imbalance / num_blocks
+        each = model.imbalance / self.num_sparse
         if self.software.sends_rows_once:
             each /= self.step.strategy.tp.degree
         return _Exchange(of["forward"] * each, of["backward"] * each)
-
-    @functools.cached_property
-    def _traffic(self) -> tuple[list[Entry], list[Entry]]:
-        """The traffic of a step of one microbatch, and of a step of two."""
-        # Two steps separate traffic of a step (gathers before forward, the last reduction) from
-        # traffic that each further microbatch adds:
-        #
-        #     one microbatch      once + per
-        #     two microbatches    once + 2 per
-        size = (self.step.microbatch, self.step.seq_len)
-        return self.plan.traffic([size]), self.plan.traffic([size] * 2)
-
-    @functools.cached_property
-    def _of_microbatch(self) -> list[Entry]:
-        """Traffic that each further microbatch adds."""
-        one, two = self._traffic
-        before = {(e.phase, e.axis, e.op): e for e in one}
-        further: list[Entry] = []
-        for each in two:
-            if (less := before.get((each.phase, each.axis, each.op))) is not None:
-                names = ("calls", "payload_bytes", "sent_bytes")
-                more = {name: getattr(each, name) - getattr(less, name) for name in names}
-                each = dataclasses.replace(each, **more)
-            further.append(each)
-        return further
 
     def _entry_s(self, entry: Entry, copies: int = 1) -> float:
         strategy = self.step.strategy
@@ -313,7 +334,7 @@ class _Costs:
     def _message_s(self) -> float:
         """Seconds of one message between stages."""
         strategy = self.step.strategy
-        sent = [e for e in self._of_microbatch if e.axis == "pp" and e.op == "send" and e.calls]
+        sent = [e for e in self.first.further if e.axis == "pp" and e.op == "send" and e.calls]
         if not sent:
             return 0.0
         # Megatron's ranks of tp have equal activations: with `sends_parts` each sends its part, and
@@ -327,10 +348,16 @@ class _Costs:
         return late_s + network.seconds("send", group, each_bytes, 1, self.job, self.software)
 
     def sent_s(self) -> float:
-        """Return the time of all gradient and weight communication of a step over dp and fsdp."""
-        per = sum(self._entry_s(e) for e in self._of_microbatch if _is_of_data(e))
-        once = sum(self._entry_s(e) for e in self._traffic[0] if _is_of_data(e))
-        return max(0.0, once - per) + per * self.step.accumulation
+        """Return the time of all gradient and weight communication of a step over dp and fsdp.
+
+        It is the longer of the first pipeline rank's and of the rank's with the most experts.
+        """
+        times: list[float] = []
+        for of in (self.first, self.most):
+            per = sum(self._entry_s(e) for e in of.further if _is_of_data(e))
+            once = sum(self._entry_s(e) for e in of.one if _is_of_data(e))
+            times.append(max(0.0, once - per) + per * self.step.accumulation)
+        return max(times)
 
     def forwards_s(self, times: Sequence[StageTimes]) -> float:
         """Return the time of forwards of all microbatches alone, without gradients."""
@@ -344,17 +371,53 @@ class _Costs:
         if self.schedule is not None:
             ranks = [self.schedule.stages_of(rank) for rank in range(len(self.schedule.orders))]
         pace_s = max(sum(times[stage].forward for stage in of_rank) for of_rank in ranks)
-        gathered = [e for e in self._of_microbatch if _is_of_data(e) and e.phase == "forward"]
-        return max(all_s + (num - 1) * pace_s, num * sum(map(self._entry_s, gathered)))
+        gathered_s = max(
+            sum(self._entry_s(e) for e in of.further if _is_of_data(e) and e.phase == "forward")
+            for of in (self.first, self.most)
+        )
+        return max(all_s + (num - 1) * pace_s, num * gathered_s)
 
     def optimizer_s(self) -> float:
-        """Return the time of the AdamW step, which is bound by memory bandwidth."""
-        held = self.plan.holds(self.step.accumulation)
-        num_bytes = ADAM_WORDS * (held.optimizer_bytes // 2)  # bytes of trained parameters
-        device = self.job.device
+        """Return the time of the optimizer's step: elementwise, bound by memory bandwidth.
+
+        Muon's owners orthogonalize the matrices of a stage, with even work, and each matrix moves
+        to its owner and back once (parallel/whole_matrix.py).
+        """
+        held = max(plan.holds(self.step.accumulation).optimizer_bytes for plan in self.plans)
+        num_bytes = ADAM_WORDS * (held // 2)  # bytes of trained parameters
+        step, device, muon_s = self.step, self.job.device, 0.0
+        model = step.model
+        if isinstance(model, DecoderModel) and (matrices := model.muon_matrices(step, 0)):
+            num_bytes += int((MUON_WORDS - ADAM_WORDS) * sum(of.shard_bytes for of in matrices))
+            muon_s = self._muon_s(matrices)
         if device.core is not None:
-            return num_bytes * min(1.0, device.cores) / device.bandwidth
-        return num_bytes / (device.bandwidth * MEMORY)
+            return muon_s + num_bytes * min(1.0, device.cores) / device.bandwidth
+        return muon_s + num_bytes / (device.bandwidth * MEMORY)
+
+    def _muon_s(self, matrices: Sequence[Matrices]) -> float:
+        """Return the seconds of Newton-Schulz of the busiest owner, and of the moves to it."""
+        strategy, device = self.step.strategy, self.job.device
+        precision, each = self.step.precision, list[float]()
+        for (rows, columns), *_ in matrices:
+            narrow, wide = sorted((rows, columns))
+            sizes, flops = (narrow, narrow, wide), int(newton_schulz_flops((rows, columns)))
+            product = Operation("addmm", flops, 0, sizes)
+            each.append(operation_seconds([product], device, self.software, precision)[0])
+        num_owners = strategy.num_ranks // strategy.pp.degree
+        all_s = sum(of.number * one_s for of, one_s in zip(matrices, each, strict=True))
+        seconds = max(all_s / num_owners, *each)
+        # A rank sends the shards that it does not own, and as an owner all other ranks' shards:
+        #
+        #     fsdp, tp    (N - 1) / N of its shards to owners, and as many bytes back
+        #     dp          nothing to owners, and as an owner (N - 1) / N of the whole to copies
+        axes, shards = strategy.mesh_axes(), sum(of.shard_bytes for of in matrices) / 2  # 16 bits
+        for name, degree in axes.items():
+            if name == "pp":
+                continue
+            times = 1 if name == "dp" else 2
+            sent, group = times * shards * (degree - 1) / degree, network.group_of(axes, (name,))
+            seconds += network.seconds("all_to_all", group, sent, times, self.job, self.software)
+        return seconds
 
 
 def tensor_host_s(strategy: Strategy, job: Cluster, software: Software) -> float:

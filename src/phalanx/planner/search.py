@@ -174,25 +174,30 @@ def _search(question: OfDecoder, wanted: int, *, is_wide: bool) -> Found:
                     rejected[failed.strategy] = failed
         for family in families(question, base, left):
             add(family)
-    fitting: dict[str, Sequence[int]] = {}
+    asked: set[str] = set()
     fastest: dict[str, tuple[Step, Price]] = {}
     limit_s = math.inf
     while opened and opened[0][0] <= limit_s:
         family = heapq.heappop(opened)[-1]
-        if family.num_steps > 1:
+        if len(family.stages) > 1:
             for part in family.parts():
                 add(part)
             continue
-        planned = family.planned
+        planned = family.smallest
         name = str(planned.strategy)
         try:
-            if name not in fitting:
-                fitting[name] = ()
-                steps, failed = that_fit(question, steps_of(question, planned.strategy))
-                fitting[name] = [each.microbatch for each in steps]
-                if failed is not None and not steps:
-                    rejected[name] = failed
-            if planned.microbatch not in fitting[name]:
+            if isinstance(fits(question, planned), Inequality):
+                if name not in asked:
+                    asked.add(name)
+                    least = [each for each in steps_of(question, planned.strategy)]
+                    least = least[:1] + [each for each in least[1:] if each.accumulation == 1]
+                    steps, failed = that_fit(question, least)
+                    if failed is not None and not steps:
+                        rejected[name] = failed
+                continue
+            if family.num_steps > 1:
+                for part in family.parts():
+                    add(part)
                 continue
             num_priced += 1
             priced = planned, price(planned, cluster, software)
@@ -268,6 +273,13 @@ class StepFamily(NamedTuple):
     planned: Step
     stages: Sequence[Axis]
     data: Sequence[tuple[Axis, Axis]]
+
+    @property
+    def smallest(self) -> Step:
+        """The step that holds the least on a rank: of the most shards, and of the highest stage."""
+        dp, fsdp = max(self.data, key=lambda each: (each[1].degree, each[1].kind))
+        strategy = dataclasses.replace(self.planned.strategy, dp=dp, fsdp=fsdp)
+        return dataclasses.replace(self.planned, strategy=strategy)
 
     @property
     def num_steps(self) -> int:

@@ -247,6 +247,8 @@ def _form(tensor: Tensor, num_rows: Collection[int], per_row: int) -> _Form:
     """Return the form of a tensor; refuse one whose first dimension is no rows of a batch."""
     length, shape, dtype = len(tensor), tuple(tensor.shape[1:]), str(tensor.dtype)
     is_whole = length % per_row == 0 and length // per_row in num_rows
+    if 0 in num_rows and not is_whole and length == per_row > 1:
+        length = 0  # entries of the spare row that the model has computed in place of none
     if not num_rows or length in num_rows or is_whole:
         return length, shape, dtype
     has = " or ".join(map(str, sorted(num_rows)))

@@ -17,7 +17,7 @@ from phalanx.errors import ScriptError
 from phalanx.parallel.plan import shard_of
 from phalanx.parallel.reduce import is_fused
 from phalanx.parallel.whole_matrix import Matrix, Owners, Round
-from phalanx.train.optimizer import bind
+from phalanx.train.optimizer import bind, not_owned
 
 ELEMENTWISE = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax),
@@ -139,8 +139,9 @@ class AtOwners:
         self._used = used
         self._shards = [group["params"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            numbers = [self._index[p] for p in group["params"]]
-            group["params"] = [self._wholes[n] for n in numbers if n in self._wholes]
+            whole = not_owned(optimizer, group["params"], self._owners)
+            numbers = [self._index[p] for p in group["params"] if p in self._index]
+            group["params"] = [*whole, *(self._wholes[n] for n in numbers if n in self._wholes)]
 
     @torch.no_grad()
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

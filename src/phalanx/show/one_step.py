@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from phalanx.comm.algorithms.steps import runs_of
 from phalanx.comm.comm import Ranks
-from phalanx.comm.ledger import Ledger, Tally
+from phalanx.comm.ledger import Entry, Ledger, Tally
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ConfigError
 from phalanx.launch.local import run_ranks
@@ -84,9 +84,11 @@ class Journal(Tally):
         self.events: list[StepEvent] = []
 
     @override
-    def add(self, phase: str, axis: str, op: str, payload_bytes: int, sent_bytes: float) -> None:
-        super().add(phase, axis, op, payload_bytes, sent_bytes)
-        self.events.append(StepEvent(phase, op, axis, payload_bytes, sent_bytes))
+    def add(self, entry: Entry) -> None:
+        super().add(entry)
+        self.events.append(
+            StepEvent(entry.phase, entry.op, entry.axis, entry.payload_bytes, entry.sent_bytes)
+        )
 
 
 class RankStep(NamedTuple):

@@ -40,6 +40,7 @@ class Balance:
 
     Attributes:
         shape: the experts of the model; None without any.
+        has_losses, needs_counts: `has_losses` and `needs_loads` of `shape`.
         counts: `Load.counts` of all layers, [L, 2 E + 2]: of this rank, and after `reduce` of all
             ranks.
         is_reduced: whether `counts` are of all ranks.
@@ -54,18 +55,11 @@ class Balance:
         self.losses = torch.zeros(2, dtype=torch.float64)
         self._routers = [each for each in model.modules() if isinstance(each, Router)]
         # A stage of a pipeline may have no router, and yet takes part in the all-reduce.
-        self.shape = model.shape.experts if isinstance(model, Decoder) else None
-        self._num_layers = model.shape.num_layers if isinstance(model, Decoder) else 0
-
-    @property
-    def has_losses(self) -> bool:
-        """Whether the model has auxiliary losses."""
-        return self.shape is not None and self.shape.has_losses
-
-    @property
-    def needs_counts(self) -> bool:
-        """Whether a step needs the loads of the global batch, for losses or for biases."""
-        return self.shape is not None and (self.shape.has_losses or self.shape.bias_rate > 0)
+        decoder = next((each for each in model.modules() if isinstance(each, Decoder)), None)
+        self.shape = None if decoder is None else decoder.shape.experts
+        self._num_layers = 0 if decoder is None else decoder.shape.num_layers
+        self.has_losses = self.shape is not None and self.shape.has_losses
+        self.needs_counts = self.shape is not None and self.shape.needs_loads
 
     def needs_first_pass(self, num_microbatches: int) -> bool:
         """Return whether forwards of their own count the step's tokens, see `ExpertShape`."""
@@ -80,7 +74,7 @@ class Balance:
         self.counts = torch.zeros(size, dtype=torch.float64, device=self.comm.device)
         self.is_reduced = False
         for router in self._routers:
-            router.load = Load(self.counts[router.layer], has_losses=self.has_losses)
+            router.load = Load(self.counts[router.layer])
 
     @contextmanager
     def counting(self) -> Generator[None]:
@@ -140,14 +134,12 @@ class Balance:
         """Return the routing of the step whose `recorded` numbers these are."""
         if self.shape is None or not numbers:
             return None
-        size = self.shape.num_experts
-        layers = [*range(self.shape.first_dense, self._num_layers)]
-        begins = [2 + layer * (2 * size + 2) for layer in layers]
-        rows = [numbers[begin : begin + 2 * size + 2] for begin in begins]
+        size, first = self.shape.num_experts, self.shape.first_dense
+        rows_LC = torch.tensor(numbers[2:], dtype=torch.float64).view(self._num_layers, -1)[first:]
         return Routing.of(
-            layers,
-            [[*map(int, row[:size])] for row in rows],
-            [row[-1] for row in rows],
+            [*range(first, self._num_layers)],
+            rows_LC[:, :size].long().tolist(),
+            rows_LC[:, -1].tolist(),
             self.comm.size("ep"),
             (numbers[0], numbers[1]),
         )

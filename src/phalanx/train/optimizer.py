@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.comm.comm import Comm, SingleRankComm, local_shard
 from phalanx.config import OptimizerConfig
 from phalanx.errors import ScriptError
+from phalanx.models.block_weights import hidden_matrices, newton_schulz_flops
 from phalanx.models.decoder import Decoder
 from phalanx.parallel.tensor.layers import is_transposed
 from phalanx.parallel.tensor.roles import roles_of
@@ -68,14 +69,6 @@ def orthogonalize(
     return x.T if is_tall else x
 
 
-def newton_schulz_flops(shape: Sequence[int], num_steps: int = 5) -> float:
-    """Return the FLOPs of `orthogonalize` of a matrix, or of each matrix of a stack, of `shape`."""
-    narrow, wide = sorted(shape[-2:])
-    # Per step x x^T, its square, and the product with x.
-    per_step = 2 * narrow * narrow * wide + 2 * narrow**3 + 2 * narrow * narrow * wide
-    return float(num_steps * per_step * math.prod(shape[:-2]))
-
-
 def matrices_of(shape: Sequence[int], group: Mapping[str, Any]) -> list[range]:
     """Return the rows, along the first dimension, of each matrix of a parameter of a Muon group.
 
@@ -103,16 +96,10 @@ def step_matrices(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, A
     owners: Owners | None = getattr(optimizer, "owners", None)
     found: dict[Tensor, dict[str, Any]]
     found = {p: group for group in groups for p in group["params"] if p.grad is not None}
-    known = {} if owners is None else dict.fromkeys(owners.parameters)
-    here = {p: group for p, group in found.items() if p not in known}
-    for parameter in here:
-        if isinstance(parameter, DTensor):
-            raise ScriptError(
-                f"{type(optimizer).__name__}: a parameter of shape {tuple(parameter.shape)} is "
-                "sharded, and Muon needs whole matrices; give the optimizer to run.prepare, with "
-                "all of its parameters"
-            )
-    for of in (_owners(SingleRankComm(), here), *([] if owners is None else [owners])):
+    every = [] if owners is None else [owners]
+    if here := not_owned(optimizer, found, owners):
+        every.append(_owners(SingleRankComm(), {p: found[p] for p in here}))
+    for of in every:
         used: dict[torch.dtype, dict[int, dict[str, Any]]] = {}
         for number, parameter in enumerate(of.parameters):
             if (group := found.get(parameter)) is not None:
@@ -122,6 +109,26 @@ def step_matrices(optimizer: torch.optim.Optimizer, groups: Iterable[dict[str, A
                 used.setdefault(dtype, {})[number] = group
         for dtype, groups_of_numbers in used.items():
             _step_in(of, optimizer.state, groups_of_numbers, dtype)
+
+
+def not_owned(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], owners: Owners | None
+) -> list[Tensor]:
+    """Return the parameters without an owner, such as of a later group: they are whole here.
+
+    Raises:
+        ScriptError: one is sharded.
+    """
+    known = {} if owners is None else dict.fromkeys(owners.parameters)
+    here = [parameter for parameter in parameters if parameter not in known]
+    for parameter in here:
+        if isinstance(parameter, DTensor):
+            raise ScriptError(
+                f"{type(optimizer).__name__}: a parameter of shape {tuple(parameter.shape)} is "
+                "sharded, and its update needs the whole of it; give the optimizer to run.prepare, "
+                "with all of its parameters"
+            )
+    return here
 
 
 def _owners(comm: Comm, groups: Mapping[Tensor, Mapping[str, Any]]) -> Owners:
@@ -328,20 +335,6 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig, comm: Comm | None
     if comm is not None:
         bind(muon, comm)
     return muon
-
-
-def hidden_matrices(parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Return the names of the matrices of blocks of a decoder, which Muon updates.
-
-    The others are embedding, head, norms, biases, routers, and gates of one row.
-    """
-    return [
-        name
-        for name, parameter in parameters.items()
-        if name.startswith("blocks.")
-        and parameter.ndim >= 2
-        and not name.endswith((".router.weight", ".shared_gate.weight"))
-    ]
 
 
 def muon_groups(model: nn.Module, roles: Mapping[str, str] | None = None) -> list[dict[str, Any]]:

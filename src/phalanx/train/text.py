@@ -244,6 +244,7 @@ class TextSession(Session):
             has_documents=job.config.corpus.document_mask,
             # Backward of the pairs' loss holds logarithms of the softmax, and two gradients.
             logit_bytes=3 * max(4, self.precision.compute.itemsize) if job.has_pairs else 0,
+            is_muon=job.config.optimizer.kind == "muon",
         )
 
     @override

@@ -11,6 +11,7 @@ import hashlib
 import math
 from collections import Counter
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from phalanx.config import CorpusConfig
 from phalanx.data.samples import Batch
 from phalanx.data.token_file import TokenFile
-from phalanx.models.shape import ExpertShape, ModelShape
+from phalanx.models.shape import ExpertShape, ModelShape, Yarn
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _LEVELS = 1 << 16
@@ -167,6 +168,8 @@ class PlainLatentAttention(nn.Module):
         assert shape.latent is not None
         self.of, self.num_heads = shape.latent, shape.num_heads
         self.width = self.of.plain_dim + self.of.rope_dim
+        yarn = shape.rope_scaling
+        self.scale = yarn.score_scale if isinstance(yarn, Yarn) else 1.0
         if self.of.query_rank is not None:
             self.q_down = nn.Linear(shape.hidden, self.of.query_rank, False)
             self.q_latent_norm = Norm(self.of.query_rank, shape)
@@ -194,7 +197,8 @@ class PlainLatentAttention(nn.Module):
         ):
             turned = _rotate(q[..., plain:], cos, sin)
             scores = q[..., :plain] @ kv[..., :plain].mT + turned @ turned_key.mT
-            scores = (scores / math.sqrt(self.width)).masked_fill(~sees[:, 0], -math.inf)
+            scores = scores * (self.scale / math.sqrt(self.width))
+            scores = scores.masked_fill(~sees[:, 0], -math.inf)
             mixed.append(scores.softmax(-1) @ kv[..., plain:])
         return self.output(torch.cat(mixed, -1))
 
@@ -348,7 +352,7 @@ class PlainMoE(nn.Module):
     def _fits(self, best: Tensor, capacity: float) -> Tensor:
         """Return 0 where an expert has its most tokens, from earlier positions, else 1."""
         num_rows, length, top_k = best.shape
-        most = math.ceil(capacity * top_k * length / self.router.experts.num_experts)
+        most = math.ceil(Fraction(str(capacity)) * top_k * length / len(self.experts.gate))
         fits = torch.ones_like(best)
         for row in range(num_rows):
             taken = Counter[int]()
@@ -427,12 +431,16 @@ class PlainDecoder(nn.Module):
         tokens: Tensor,
         labels: Tensor | None = None,
         *,
-        positions_BT: Tensor,
+        positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
         dropout_keys_B: Tensor | None = None,
     ) -> Tensor:
         """Return the sum of the losses; without labels, the logits."""
-        if not self.training:
+        if positions_BT is None:
+            positions_BT = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        if self.training:
+            self.is_counted = labels >= 0 if labels is not None else torch.zeros_like(tokens).bool()
+        else:
             dropout_keys_B = None
         x = self.embedding(tokens)
         if self.shape.scaled_embedding:
@@ -447,10 +455,10 @@ class PlainDecoder(nn.Module):
         tied = self.embedding.weight if self.shape.tied else None
         return self.output(self.norm(x), labels, tied)
 
-    def auxiliary_loss(self, labels: Tensor) -> Tensor:
-        """Return the balancing and z losses of the last forward, over the tokens with a label."""
-        experts, is_valid = self.shape.experts, labels >= 0
-        total = torch.zeros((), dtype=torch.float64, device=labels.device)
+    def auxiliary_loss(self) -> Tensor:
+        """Return the balancing and z losses of the last forward, over the tokens that count."""
+        experts, is_valid = self.shape.experts, self.is_counted
+        total = torch.zeros((), dtype=torch.float64, device=is_valid.device)
         if experts is None or not is_valid.any():
             return total
         routers = [module for module in self.modules() if isinstance(module, PlainRouter)]
@@ -468,11 +476,11 @@ class PlainDecoder(nn.Module):
         return total
 
     @torch.no_grad()
-    def update_biases(self, labels: Tensor) -> None:
+    def update_biases(self) -> None:
         """Move the bias of each expert toward the mean load, after an update of the weights."""
         for router in self.modules():
             if isinstance(router, PlainRouter) and router.experts.has_bias:
-                load = router.chosen[labels >= 0].sum(0).double()
+                load = router.chosen[self.is_counted].sum(0).double()
                 router.bias += router.experts.bias_rate * torch.sign(load.mean() - load)
 
     def _has_window(self, layer: int) -> bool:
@@ -505,13 +513,32 @@ class PlainDecoder(nn.Module):
         width = shape.head_dim if shape.latent is None else shape.latent.rope_dim
         pairs = torch.arange(width // 2, dtype=torch.float64, device=positions.device)
         frequency = 1 / theta ** (2 * pairs / width)
-        if scaling is not None:
+        stretch = 1.0
+        if isinstance(scaling, Yarn):
+            frequency, stretch = _yarn(scaling, frequency, theta), scaling.rotation_scale
+        elif scaling is not None:
             factor, low, high, length = scaling
             wave = 2 * math.pi / frequency
             smooth = ((length / wave - low) / (high - low)).clamp(0, 1)
             frequency = (1 - smooth) * frequency / factor + smooth * frequency
         angle = positions.double()[:, :, None, None] * frequency
-        return angle.cos().to(wide), angle.sin().to(wide)
+        return (stretch * angle.cos()).to(wide), (stretch * angle.sin()).to(wide)
+
+
+def _yarn(of: Yarn, frequency: Tensor, theta: float) -> Tensor:
+    """Return the frequencies of YaRN."""
+    num_pairs = len(frequency)
+    # The pair, as a real number, that turns as often as each border in a row of pre-training.
+    first, last = (
+        num_pairs * math.log(of.original_length / (2 * math.pi * turns), theta)
+        for turns in (of.beta_fast, of.beta_slow)
+    )
+    if of.truncate:
+        first, last = float(math.floor(first)), float(math.ceil(last))
+    first, last = max(first, 0.0), min(last, 2.0 * num_pairs - 1)
+    width = 0.001 if first == last else last - first
+    slow = [min(max((pair - first) / width, 0.0), 1.0) for pair in range(num_pairs)]
+    return frequency * frequency.new_tensor([1 - part + part / of.factor for part in slow])
 
 
 def _layer_keys(keys: Tensor | None, layer: int) -> Tensor | None:
@@ -530,21 +557,14 @@ class PlainNextToken:
     dropout: float
 
     def loss_sum(self, model: nn.Module, microbatch: Batch, step: int) -> Tensor:
-        """Return the sum of the losses in nats.
-
-        In training the losses of experts are added, times the tokens that a mean divides by.
-        """
-        labels = microbatch.labels_BT
-        summed = model(
+        """Return the sum of the losses in nats."""
+        return model(
             microbatch.tokens_BT,
-            labels,
+            microbatch.labels_BT,
             positions_BT=microbatch.positions_BT,
             documents_BT=microbatch.documents_BT,
             dropout_keys_B=_row_keys(self.seed, step, microbatch.rows_B) if self.dropout else None,
         )
-        if isinstance(model, PlainDecoder) and model.training:
-            summed = summed + self.num_valid(microbatch) * model.auxiliary_loss(labels)
-        return summed
 
     def num_valid(self, microbatch: Batch) -> int:
         """Count the labels that are not negative."""

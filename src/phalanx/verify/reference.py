@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from phalanx.comm.ledger import Phase, no_phase
 from phalanx.config import OptimizerConfig
 from phalanx.data.rows import cast_batch, count_rows, take_rows
+from phalanx.models.decoder import Decoder
 from phalanx.verify.plain import Masks, PlainDecoder, PlainRouter
 from phalanx.verify.settings import ROUTING, STATE
 
@@ -77,7 +78,7 @@ class ReferenceRun:
         self._device = device
         self._dtype: torch.dtype = getattr(torch, case.dtype)
         build, self._objective = case.reference or (case.build, case.objective)
-        self.model = in_training(build()).to(device, self._dtype)
+        self.model = in_training(_in_plain(build())).to(device, self._dtype)
         if perturbation:
             _perturb(self.model, perturbation)
         own = case.training
@@ -88,6 +89,7 @@ class ReferenceRun:
         )
         self._scheduler = own and own.scheduler and own.scheduler(self._optimizer)
         self._masks = Masks(self.model, case.dropout_seed)
+        self._decoders = [m for m in self.model.modules() if isinstance(m, PlainDecoder)]
         self._routers = {n: m for n, m in self.model.named_modules() if isinstance(m, PlainRouter)}
 
     def steps(self, phase: Phase = no_phase) -> Iterator[StepRecord]:
@@ -112,6 +114,8 @@ class ReferenceRun:
             with phase("forward"):
                 loss_sum = self._objective.loss_sum(self.model, piece, step)
             share = loss_sum / max(1, num_valid)
+            for decoder in self._decoders:
+                share = share + decoder.auxiliary_loss()
             share.backward()
             loss += share.detach().cpu()
         named = self.model.named_parameters()
@@ -145,8 +149,8 @@ class ReferenceRun:
                 if parameter.grad is not None:
                     parameter.grad *= limit / (norm + 1e-6)
             self._optimizer.step()
-            if isinstance(self.model, PlainDecoder):
-                self.model.update_biases(self._case.batches[step].labels_BT)
+            for decoder in self._decoders:
+                decoder.update_biases()
         if self._scheduler is not None:
             self._scheduler.step()
         made = {"learning rate": rates, **self.state()}
@@ -335,6 +339,20 @@ def _polar(matrix: Tensor, num_steps: int) -> Tensor:
         change = 2.0315 * outer @ outer - 4.7750 * outer
         x = 3.4445 * x + (change @ x if len(x) <= x.shape[1] else x @ change)
     return x
+
+
+def _in_plain(model: nn.Module) -> nn.Module:
+    """Return a model with plain ones for decoders, whose experts leave losses to `train.step`."""
+    for name, child in model.named_children():
+        setattr(model, name, _in_plain(child))
+    if not isinstance(model, Decoder) or model.shape.experts is None or model.shape.lora:
+        return model
+    with torch.device("meta"):  # without a draw
+        made = PlainDecoder(model.shape)
+    made.load_state_dict(model.state_dict(), assign=True)
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(model.get_parameter(name).requires_grad)
+    return made
 
 
 def _perturb(model: nn.Module, seed: int) -> None:

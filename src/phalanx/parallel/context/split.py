@@ -2,14 +2,16 @@
 
 Labels are shifted beforehand, so positions may be distributed in any order: tokens, labels,
 positions and documents are cut in the same way, and the rest of the forward runs as on shorter
-rows. Only three parts differ: attention, which reads the keys of other ranks; dropout, whose masks
-depend on positions in the full row; and logits, which are gathered if no labels are given.
+rows. Only four parts differ: attention, which reads the keys of other ranks; dropout, whose masks
+depend on positions in the full row; the limit of an expert, which is of the full row; and logits,
+which are gathered if no labels are given.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
@@ -106,11 +108,14 @@ def check(target: Target) -> None:
         )
 
 
+_ROW_LENGTH: ContextVar[int] = ContextVar("positions of a full row")
+"""Of the latest forward; a block that backward runs again sees its own forward's, see `carried`."""
+
+
 def apply(model: nn.Module, comm: Comm, attention: Ring | Ulysses) -> None:
     """Split a decoder's inputs by position over the ranks of cp; changes the decoder in place."""
     assert isinstance(model, Decoder)
     positions = functools.partial(attention.order.positions, comm.coord("cp"))
-    row_length = 0
 
     def places(experts_BTk: Tensor, num_experts: int) -> tuple[Tensor, int]:
         num_held = experts_BTk.shape[1]
@@ -118,7 +123,7 @@ def apply(model: nn.Module, comm: Comm, attention: Ring | Ulysses) -> None:
         index_T = attention.order.gathered_index(num_held, gathered_BTk.device)
         # Padding follows the row, so it takes no place before one of the row.
         placed_BTk, _ = places_in_rows(gathered_BTk.index_select(1, index_T).long(), num_experts)
-        return placed_BTk.index_select(1, positions(num_held, index_T.device)), row_length
+        return placed_BTk.index_select(1, positions(num_held, index_T.device)), _ROW_LENGTH.get()
 
     for module in model.modules():
         if isinstance(module, Attention | LatentAttention):
@@ -138,8 +143,8 @@ def apply(model: nn.Module, comm: Comm, attention: Ring | Ulysses) -> None:
         documents_BT: Tensor | Documents | None = None,
         dropout_keys_B: Tensor | None = None,
     ) -> Tensor:
-        nonlocal row_length
-        row_length = length = tokens_BT.shape[1]
+        length = tokens_BT.shape[1]
+        _ROW_LENGTH.set(length)
         model.check_length(length)
         if positions_BT is None:
             positions_BT = torch.arange(length, device=tokens_BT.device)[None]

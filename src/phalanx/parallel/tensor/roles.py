@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -316,5 +317,6 @@ def _enclosing(name: str, bindings: Mapping[str, RoleBinding], *roles: str) -> s
     return None
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"[^.]+"), name) is not None

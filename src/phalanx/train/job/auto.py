@@ -40,6 +40,7 @@ def with_choice(
     model = DecoderModel(
         *(shape, config.corpus.seq_len, precision),
         has_documents=config.corpus.document_mask,
+        is_muon=config.optimizer.kind == "muon",
     )
     without: tuple[str, ...] = ("pp",) if config.precision == "float16" else ()
     without += (POSITIONS, "tp") if config.compile else ()

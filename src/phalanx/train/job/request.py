@@ -103,6 +103,7 @@ class Request:
         load = decoder_step(
             *(self.shape, self.strategy, self.config.corpus.seq_len),
             *(self.batch.microbatch, self.batch.accumulation, self.config.precision),
+            is_muon=self.config.optimizer.kind == "muon",
         )
         is_alone = not is_under_torchrun()
         num_here = self.strategy.num_ranks if is_alone else read_rank_env().num_here
@@ -157,11 +158,7 @@ def settle(config: TrainConfig) -> Request:
     shape = resume.shape_of(config, start or init, published)
     if start is not None:
         start.about.check_shape(shape)
-    if (
-        strategy.is_served
-        and shape.experts
-        and (shape.experts.has_losses or shape.experts.bias_rate)
-    ):
+    if strategy.is_served and shape.experts and shape.experts.needs_loads:
         raise ConfigError(
             f"strategy is {strategy}, but the experts have auxiliary losses or a bias_rate, which "
             "need the loads of the whole batch in each step, and workers of servers push alone; "

@@ -231,6 +231,12 @@ def _tokens_of(request: Request, progress: Progress | None) -> TokenFiles:
 def _check_pairs(request: Request) -> None:
     """Raise ConfigError if the run cannot train on preferences."""
     strategy, asked = request.strategy, f"strategy is {request.strategy}"
+    experts = request.shape.experts
+    if experts is not None and experts.capacity is not None:
+        raise ConfigError(
+            f"experts: capacity is {experts.capacity}, but the data {request.config.data} are "
+            "preferences, and their reference drops no token; the nearest is none"
+        )
     if strategy.splits_rows:
         why = "their loss sums the tokens of an answer, which it has on several ranks"
     elif strategy.is_served:
