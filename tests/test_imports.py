@@ -170,12 +170,41 @@ def test_contributing_lists_the_files_that_name_an_axis() -> None:
         for path in SOURCE.rglob("*.py")
         if "context" not in path.parts and name.search(path.read_text(encoding="utf-8"))
     }
-    page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    section = page.partition("### An axis")[2]
-    rows = [line.partition("|")[2].partition("|")[0] for line in section.splitlines()]
-    listed = {word for row in rows for word in re.findall(r"`([\w/]+\.py)`", row)}
+    listed, _ = files_of_axes()
     assert naming == listed
     assert len(listed) <= 10
+
+
+def test_contributing_lists_the_files_whose_code_names_ep() -> None:
+    def names_ep(node: ast.AST) -> bool:
+        if isinstance(node, ast.ImportFrom):
+            return node.module == "phalanx.parallel.expert_split"
+        return (isinstance(node, ast.Constant) and node.value == "ep") or (
+            isinstance(node, ast.Attribute) and node.attr == "ep"
+        )
+
+    naming = {
+        str(path.relative_to(SOURCE))
+        for path in SOURCE.rglob("*.py")
+        if any(map(names_ep, ast.walk(ast.parse(path.read_text(encoding="utf-8")))))
+    }
+    _, listed = files_of_axes()
+    assert naming - {"parallel/expert_split.py"} == listed
+
+
+def files_of_axes() -> tuple[set[str], set[str]]:
+    """Return the files that CONTRIBUTING.md lists for context parallelism, and for experts."""
+    page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    of_cp, _, of_ep = page.partition("### An axis")[2].partition("Expert parallelism splits")
+    found = [
+        {
+            word
+            for line in of.splitlines()
+            for word in re.findall(r"`([\w/]+\.py)`", line.partition("|")[2].partition("|")[0])
+        }
+        for of in (of_cp, of_ep)
+    ]
+    return found[0], found[1]
 
 
 def test_the_rule_can_fail() -> None:

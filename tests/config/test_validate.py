@@ -95,6 +95,11 @@ def test_the_proposed_sizes_are_accepted(batch: BatchConfig, num_data_ranks: int
     [
         (TrainConfig(steps=3, epochs=2), ConfigError, "give one of them"),
         (TrainConfig(steps=3, optimizer=OptimizerConfig(warmup_steps=3)), ConfigError, "is 2"),
+        (
+            TrainConfig(optimizer=OptimizerConfig(matrix_lr=0.1)),
+            ConfigError,
+            "set optimizer.kind muon",
+        ),
         (TrainConfig(tokenizer="t.json", corpus=CorpusConfig(vocab_size=999)), ConfigError, "999"),
         (TrainConfig(strategy="dp2", nproc=3), StrategyError, "'dp3' would use them all"),
         (TrainConfig(strategy="pd2"), StrategyError, "did you mean"),

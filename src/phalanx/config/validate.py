@@ -44,6 +44,11 @@ def check(config: TrainConfig) -> None:
         )
     if config.steps is not None:
         check_warmup(config.optimizer, config.steps)
+    if config.optimizer.kind == "adamw" and config.optimizer.matrix_lr is not None:
+        raise ConfigError(
+            f"optimizer.matrix_lr is {config.optimizer.matrix_lr:g}, the rate of Muon's matrices, "
+            "but optimizer.kind is adamw; leave matrix_lr out, or set optimizer.kind muon"
+        )
     if AUTO in (config.strategy, config.batch.microbatch) and config.batch.accumulation is not None:
         raise ConfigError(
             f"batch.accumulation is {config.batch.accumulation}, but auto chooses it with the "
