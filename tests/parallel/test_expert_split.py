@@ -310,6 +310,18 @@ def test_what_ep_cannot_split_is_refused(
         plan_decoder(Strategy.parse(text), dataclasses.replace(SHAPE, experts=experts))
 
 
+def test_a_stage_without_experts_is_planned_and_another_is_refused_by_its_plan() -> None:
+    """The plan of the first stage, which has only MLPs, decides for all ranks."""
+    shape = dataclasses.replace(SHAPE, num_layers=4)
+    late = dataclasses.replace(shape, experts=dataclasses.replace(EXPERTS, first_dense=2))
+    plan = plan_decoder(Strategy.parse("pp2,ep2"), late)
+    sizes = [(1, 8)] * 2
+    sent = [sum(e.op == "all_to_all" for e in plan.for_pp_rank(at).traffic(sizes)) for at in (0, 1)]
+    assert sent[0] == 0 and sent[1] > 0
+    with pytest.raises(StrategyError, match=r"8 experts, .* multiple of 3; the nearest is ep2"):
+        plan_decoder(Strategy.parse("pp2,ep3"), late)
+
+
 def verified(text: str, experts: ExpertShape, num_rows: int, accumulation: int) -> str:
     """Return why a strategy differs from plain PyTorch in one process; empty if it does not."""
     shape, strategy = dataclasses.replace(SHAPE, experts=experts), Strategy.parse(text)

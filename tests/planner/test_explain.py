@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
-from phalanx.account.planned import DecoderModel
+from phalanx.account.planned import DecoderModel, PlannedStep
 from phalanx.cli.main import main
 from phalanx.errors import StrategyError
 from phalanx.models.registry import shape_of
-from phalanx.planner.explain import sizes
+from phalanx.planner.explain import exchanged, sizes
 from phalanx.planner.hardware import cluster
+from phalanx.planner.price import price
 from phalanx.planner.search import Question
 from phalanx.planner.software import SOFTWARE
 from phalanx.strategy import Strategy
@@ -48,6 +50,26 @@ def test_a_plan_of_experts_says_total_and_active_and_what_ep_sends(
     (slower,) = json.loads(capsys.readouterr().out.splitlines()[-1])["candidates"]
     assert slower["causes_s"]["ep"] == pytest.approx(2 / 1.15 * of["causes_s"]["ep"])
     assert slower["causes_s"]["compute"] > of["causes_s"]["compute"]
+
+
+def test_experts_are_priced_if_the_first_stage_has_none() -> None:
+    """DeepSeek-V3 begins with MLPs: with many stages, the first pipeline rank has no expert."""
+    shape = shape_of("olmoe-1b-7b")
+    assert shape.experts is not None
+    costs: list[tuple[float, float]] = []
+    for first_dense in (0, 4):
+        experts = dataclasses.replace(shape.experts, first_dense=first_dense)
+        of = DecoderModel(dataclasses.replace(shape, num_layers=8, experts=experts), 4096)
+        step = PlannedStep(of, Strategy.parse("pp4,fsdp2,ep2,cut:3+2+2+3"), 1, 8)
+        cost = price(step, cluster("h100:16"), SOFTWARE["phalanx"])
+        # Two blocks of each stage; the first one's have experts or not.
+        rows = 8 * 2 * 4 * 4096 * 8 * 2048 * 2
+        assert exchanged(step)["expected"] == pytest.approx(rows / 2)
+        assert cost.experts_s > 0
+        costs.append((cost.experts_s, cost.sent_s))
+    (all_experts_s, all_sent_s), (late_experts_s, late_sent_s) = costs
+    assert late_experts_s == pytest.approx(all_experts_s)
+    assert 0.7 * all_sent_s < late_sent_s <= all_sent_s  # all but those of the embedding
 
 
 def test_a_run_does_not_resume_on_devices_that_cannot_split_the_model() -> None:

@@ -16,7 +16,8 @@ Cost      A rank sends the rows whose experts are elsewhere, (N-1)/N of M D elem
 Same rows In generation all ranks of ep have the same rows[M, D] (`Target.same_rows`). Each computes
           the rows of its own experts, and sends the results to all others by one all-to-all, whose
           sizes all know without an all_gather: a rank receives (N-1)/N of M D elements.
-Limits    N must divide E. tp must be 1d or megatron.
+Limits    N must divide E. tp must be 1d or megatron. Modules of transformers keep their router and
+          the forward of their experts, which then gets the received rows.
 
 N = 2 ranks, E = 4 experts. Rank 0 receives the rows of experts 0 and 1 (a row is written as the
 expert and the rank of its token):
@@ -162,11 +163,12 @@ def _check(skeleton: Skeleton, strategy: Strategy) -> None:
     """Refuse a model that ep cannot split.
 
     Raises:
-        StrategyError: it has no stacked experts, or the degree does not divide their number.
+        StrategyError: it has no stacked experts, they have adapters, or the degree does not divide
+            their number.
     """
     name, degree = str(Strategy(ep=strategy.ep)), strategy.ep.degree
-    stacks = [weight for weight in skeleton.weights if weight.is_expert]
-    if not stacks and not experts_of(skeleton.model):  # a stage may have dense blocks alone
+    stacks = experts_of(skeleton.model)  # of the full model: a stage may have none
+    if not stacks:
         what = f"the model is a {type(skeleton.model).__name__} without experts"
         for place, module in skeleton.model.named_modules():
             is_stack = any(p.ndim == 3 for p in module.parameters(recurse=False))
@@ -178,11 +180,11 @@ def _check(skeleton: Skeleton, strategy: Strategy) -> None:
             "stacked matrices that are called with (hidden_states, top_k_index, top_k_weights); "
             f"{what}; the nearest is dp{degree}"
         )
-    for weight in stacks:
-        number = weight.shape[0]
-        if ".base_layer." in weight.name:
+    for place, module in stacks.items():
+        number = next(module.parameters(recurse=False)).shape[0]
+        if "base_layer" in place.split("."):
             raise StrategyError(
-                f"{name}: '{weight.name}' has an adapter of PEFT, which ep does not split; the "
+                f"{name}: '{place}' has an adapter of PEFT, which ep does not split; the "
                 f"nearest is fsdp{degree}"
             )
         if number % degree:

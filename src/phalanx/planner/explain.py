@@ -17,6 +17,7 @@ from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.cut import check_schedule
 from phalanx.planner import network
 from phalanx.planner.search import Candidate, Inequality, Question, fits
+from phalanx.planner.stages import with_most_experts
 from phalanx.report.units import time_text
 from phalanx.strategy import POSITIONS, Recompute, Strategy
 
@@ -39,8 +40,8 @@ class Figures:
         causes_s: cause -> seconds of the step.
         sent_s: time of all dp and fsdp communication; `causes_s` has the exposed part.
         memory: cause -> bytes on the heaviest stage at its peak; their sum is `memory_bytes`.
-        exchanged: bytes that a rank sends over ep in a step: `expected` of even routing, `least`
-            and `most` of any; empty without ep.
+        exchanged: bytes that a rank sends over ep in a step, of the pipeline rank with the most
+            experts: `expected` of even routing, `least` and `most` of any; empty without ep.
         memory_moment: moment of the peak: with the most activations, or with all gradients.
         devices: numbers of devices on which the run can resume with this microbatch: with the
             same or fewer replicas, if these divide the batch and the run fits.
@@ -154,12 +155,13 @@ def inner_width(shape: ModelShape) -> int:
 
 
 def exchanged(planned: PlannedStep[Any]) -> dict[str, float]:
-    """Return the bytes that a rank sends over ep in a step; see `Figures`."""
+    """Return the bytes that a rank with the most experts sends over ep in a step; see `Figures`."""
     if planned.strategy.ep.degree == 1:
         return {}
     sizes = [(planned.microbatch, planned.seq_len)] * planned.accumulation
     model: DecoderModel = planned.model.without_losses
-    plan = dataclasses.replace(planned, model=model).plan
+    first = dataclasses.replace(planned, model=model).plan
+    plan, _ = with_most_experts(first, model.shape)
     least, most = plan.exchange_bounds(sizes)
     entries = plan.traffic(sizes)
     expected = sum(e.sent_bytes for e in entries if e.axis == "ep" and e.op == "all_to_all")

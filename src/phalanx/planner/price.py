@@ -25,6 +25,7 @@ from phalanx.comm.ledger import Entry
 from phalanx.models.block_weights import newton_schulz_flops
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import Timeline
+from phalanx.parallel.plan import Plan
 from phalanx.planner import network, stages
 from phalanx.planner.machine import Cluster
 from phalanx.planner.parts import (
@@ -193,6 +194,32 @@ class _Exchange(NamedTuple):
     backward: float
 
 
+class _Traffic(NamedTuple):
+    """Traffic of a pipeline rank: of a step of one microbatch, and of each further microbatch."""
+
+    one: list[Entry]
+    further: list[Entry]
+
+
+def _traffic(plan: Plan[Any], size: tuple[int, int]) -> _Traffic:
+    """Return the traffic of the plan's rank, for microbatches of (rows, positions)."""
+    # Two steps separate traffic of a step (gathers before forward, the last reduction) from
+    # traffic that each further microbatch adds:
+    #
+    #     one microbatch      once + per
+    #     two microbatches    once + 2 per
+    one, two = plan.traffic([size]), plan.traffic([size] * 2)
+    before = {(e.phase, e.axis, e.op): e for e in one}
+    further: list[Entry] = []
+    for each in two:
+        if (less := before.get((each.phase, each.axis, each.op))) is not None:
+            names = ("calls", "payload_bytes", "sent_bytes")
+            more = {name: getattr(each, name) - getattr(less, name) for name in names}
+            each = dataclasses.replace(each, **more)
+        further.append(each)
+    return _Traffic(one, further)
+
+
 class _Costs:
     """Times of the parts of one planned step: stages, dp and fsdp communication, optimizer."""
 
@@ -200,6 +227,14 @@ class _Costs:
         self.step, self.job, self.software, self.plan = step, job, software, step.plan
         num_rounds = microbatches_for_peak(step.strategy, step.accumulation)
         self.schedule: Schedule | None = self.plan.schedule(num_rounds)
+        size = (step.microbatch, step.seq_len)
+        self.first = self.most = _traffic(self.plan, size)
+        self.plans, self.num_sparse = [self.plan], 0
+        if isinstance(step.model, DecoderModel) and step.model.shape.experts is not None:
+            most, self.num_sparse = stages.with_most_experts(self.plan, step.model.shape)
+            if most is not self.plan:
+                self.plans.append(most)
+                self.most = _traffic(most, size)
 
     def of_stages(self) -> list[StageCost]:
         """Return the times of each pipeline stage; one stage without pp."""
@@ -212,7 +247,7 @@ class _Costs:
         # above of the exposed time that needs no time of its own for each kind.
         attention_s = min((link.attention for link in blocks), default=0.0)
         around = self._around_block(attention_s, num_blocks)
-        exchange = self._exchange([sum(links[at].has_experts for at in stage) for stage in cut])
+        exchange = self._exchange()
         group = network.group_of(self.step.strategy.mesh_axes(), ("pp",))
         stages: list[StageCost] = []
         for stage in cut:
@@ -246,7 +281,7 @@ class _Costs:
         tensor = {name: NOTHING for name in ("forward", "backward")}
         ring_s = 0.0
         host_call_s = tensor_host_s(self.step.strategy, self.job, self.software)
-        for entry in self._of_microbatch:
+        for entry in self.first.further:
             if entry.axis.startswith("tp") and entry.phase in tensor:
                 device, host = tensor[entry.phase]
                 device += self._entry_s(entry) / num_blocks
@@ -261,74 +296,32 @@ class _Costs:
         )
         return _AroundBlock(forward, backward, sum(of.device for of in tensor.values()), ring_s)
 
-    def _exchange(self, num_of: Sequence[int]) -> _Exchange:
+    def _exchange(self) -> _Exchange:
         """Return the seconds in which ep sends rows of one block there and back, a microbatch.
 
         The plan's traffic has the expected bytes: of the rows that a rank selects, the part
         (ep - 1) / ep leaves the rank. The busiest rank receives `imbalance` times as many, and
         its peers wait for it. Ranks of tp have equal rows: a program that sends rows once sends a
-        part from each. Compute does not hide the exchange.
-
-        Args:
-            num_of: number of blocks with experts of each stage.
+        part from each. Compute does not hide the exchange. The first pipeline rank may have no
+        block with experts, so the traffic is of the rank with the most, `num_sparse`.
         """
-        # The first pipeline rank may have dense blocks alone: the traffic is of one that has not.
-        of_ranks = [(0,)]
-        if self.schedule is not None:
-            of_ranks = [self.schedule.stages_of(rank) for rank in range(len(self.schedule.orders))]
-        numbers = [sum(num_of[stage] for stage in of_rank) for of_rank in of_ranks]
-        if self.step.strategy.ep.degree == 1 or not any(numbers):
+        if not self.num_sparse:
             return _Exchange(0.0, 0.0)
-        pp_rank = next(rank for rank, number in enumerate(numbers) if number)
-        entries = self._of_microbatch if pp_rank == 0 else self._further(self._traffic_of(pp_rank))
         model: DecoderModel = self.step.model
         assert model.shape.experts is not None
         copies = model.shape.experts.top_k
         of = {
             name: sum(
                 self._entry_s(entry, copies)
-                for entry in entries
+                for entry in self.most.further
                 if entry.axis == "ep" and entry.phase == name and not _is_of_data(entry)
             )
             for name in ("forward", "backward")
         }
-        each = model.imbalance / numbers[pp_rank]
+        each = model.imbalance / self.num_sparse
         if self.software.sends_rows_once:
             each /= self.step.strategy.tp.degree
         return _Exchange(of["forward"] * each, of["backward"] * each)
-
-    @functools.cached_property
-    def _traffic(self) -> tuple[list[Entry], list[Entry]]:
-        """The traffic of a step of one microbatch, and of a step of two, on the first rank."""
-        return self._traffic_of(0)
-
-    def _traffic_of(self, pp_rank: int) -> tuple[list[Entry], list[Entry]]:
-        # Two steps separate traffic of a step (gathers before forward, the last reduction) from
-        # traffic that each further microbatch adds:
-        #
-        #     one microbatch      once + per
-        #     two microbatches    once + 2 per
-        size = (self.step.microbatch, self.step.seq_len)
-        plan = self.plan.for_pp_rank(pp_rank) if pp_rank else self.plan
-        return plan.traffic([size]), plan.traffic([size] * 2)
-
-    @functools.cached_property
-    def _of_microbatch(self) -> list[Entry]:
-        """Traffic that each further microbatch adds, on the first rank."""
-        return self._further(self._traffic)
-
-    @staticmethod
-    def _further(traffic: tuple[list[Entry], list[Entry]]) -> list[Entry]:
-        one, two = traffic
-        before = {(e.phase, e.axis, e.op): e for e in one}
-        further: list[Entry] = []
-        for each in two:
-            if (less := before.get((each.phase, each.axis, each.op))) is not None:
-                names = ("calls", "payload_bytes", "sent_bytes")
-                more = {name: getattr(each, name) - getattr(less, name) for name in names}
-                each = dataclasses.replace(each, **more)
-            further.append(each)
-        return further
 
     def _entry_s(self, entry: Entry, copies: int = 1) -> float:
         strategy = self.step.strategy
@@ -341,7 +334,7 @@ class _Costs:
     def _message_s(self) -> float:
         """Seconds of one message between stages."""
         strategy = self.step.strategy
-        sent = [e for e in self._of_microbatch if e.axis == "pp" and e.op == "send" and e.calls]
+        sent = [e for e in self.first.further if e.axis == "pp" and e.op == "send" and e.calls]
         if not sent:
             return 0.0
         # Megatron's ranks of tp have equal activations: with `sends_parts` each sends its part, and
@@ -355,10 +348,16 @@ class _Costs:
         return late_s + network.seconds("send", group, each_bytes, 1, self.job, self.software)
 
     def sent_s(self) -> float:
-        """Return the time of all gradient and weight communication of a step over dp and fsdp."""
-        per = sum(self._entry_s(e) for e in self._of_microbatch if _is_of_data(e))
-        once = sum(self._entry_s(e) for e in self._traffic[0] if _is_of_data(e))
-        return max(0.0, once - per) + per * self.step.accumulation
+        """Return the time of all gradient and weight communication of a step over dp and fsdp.
+
+        It is the longer of the first pipeline rank's and of the rank's with the most experts.
+        """
+        times: list[float] = []
+        for of in (self.first, self.most):
+            per = sum(self._entry_s(e) for e in of.further if _is_of_data(e))
+            once = sum(self._entry_s(e) for e in of.one if _is_of_data(e))
+            times.append(max(0.0, once - per) + per * self.step.accumulation)
+        return max(times)
 
     def forwards_s(self, times: Sequence[StageTimes]) -> float:
         """Return the time of forwards of all microbatches alone, without gradients."""
@@ -372,8 +371,11 @@ class _Costs:
         if self.schedule is not None:
             ranks = [self.schedule.stages_of(rank) for rank in range(len(self.schedule.orders))]
         pace_s = max(sum(times[stage].forward for stage in of_rank) for of_rank in ranks)
-        gathered = [e for e in self._of_microbatch if _is_of_data(e) and e.phase == "forward"]
-        return max(all_s + (num - 1) * pace_s, num * sum(map(self._entry_s, gathered)))
+        gathered_s = max(
+            sum(self._entry_s(e) for e in of.further if _is_of_data(e) and e.phase == "forward")
+            for of in (self.first, self.most)
+        )
+        return max(all_s + (num - 1) * pace_s, num * gathered_s)
 
     def optimizer_s(self) -> float:
         """Return the time of the optimizer's step: elementwise, bound by memory bandwidth.
@@ -381,8 +383,8 @@ class _Costs:
         Muon's owners orthogonalize the matrices of a stage, with even work, and each matrix moves
         to its owner and back once (parallel/whole_matrix.py).
         """
-        held = self.plan.holds(self.step.accumulation)
-        num_bytes = ADAM_WORDS * (held.optimizer_bytes // 2)  # bytes of trained parameters
+        held = max(plan.holds(self.step.accumulation).optimizer_bytes for plan in self.plans)
+        num_bytes = ADAM_WORDS * (held // 2)  # bytes of trained parameters
         step, device, muon_s = self.step, self.job.device, 0.0
         model = step.model
         if isinstance(model, DecoderModel) and (matrices := model.muon_matrices(step, 0)):

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from phalanx.models.shape import ModelShape
 from phalanx.parallel.pipeline.cut import schedule_of
 from phalanx.parallel.pipeline.schedule import Schedule
 from phalanx.parallel.pipeline.simulate import Timeline, simulate
+from phalanx.parallel.plan import Plan
 from phalanx.strategy import Strategy
 
 
@@ -33,6 +35,28 @@ def busiest(times: Sequence[StageTimes], schedule: Schedule | None) -> tuple[int
         return (0,)
     ranks = [schedule.stages_of(rank) for rank in range(len(schedule.orders))]
     return max(ranks, key=lambda stages: sum(times[s].forward + times[s].backward for s in stages))
+
+
+def with_most_experts(plan: Plan[Any], shape: ModelShape) -> tuple[Plan[Any], int]:
+    """Return the plan of the pipeline rank with the most blocks with experts, and their number.
+
+    It is the given plan, of the first rank, if no other has more.
+    """
+    # Links of the chain:     embedding    block 0 ... block L-1    head
+    has_experts = [
+        False,
+        *(shape.experts_of(at) is not None for at in range(shape.num_layers)),
+        False,
+    ]
+    cut, schedule = plan.cut, plan.schedule(1)
+    if cut is None or schedule is None:
+        return plan, sum(has_experts)
+    nums = [
+        sum(has_experts[at] for stage in schedule.stages_of(rank) for at in cut[stage])
+        for rank in range(len(schedule.orders))
+    ]
+    rank = nums.index(max(nums))
+    return (plan.for_pp_rank(rank) if rank else plan), nums[rank]
 
 
 _ROUNDS: Final = 8
