@@ -71,6 +71,7 @@ ACROSS = {
     "parallel/tensor/test_families.py": "transformers_tables: each family under tp",
     "parallel/tensor/test_refusals.py": "branch, check and loss: what they refuse",
     "parallel/tensor/test_sizes.py": "check: sizes that no layout divides",
+    "parallel/test_frozen_experts.py": "groups, sharded and whole_matrix: experts, frozen parts",
     "parallel/test_fsdp_order.py": "sharded and overlap: the order of gathers and reductions",
     "planner/test_known_numbers.py": "held, price and hardware: numbers that everyone knows",
     "parallel/test_pure_plan.py": "plan, for every strategy: asking changes nothing",

@@ -114,6 +114,14 @@ EXPERTS = dataclasses.replace(
     SHAPE, norm="rms", bias=False, experts=ExpertShape(num_experts=4, top_k=2, ffn=18, shared_ffn=8)
 )
 
+BALANCED = dataclasses.replace(
+    EXPERTS,
+    experts=ExpertShape(
+        num_experts=4, top_k=2, ffn=18, score="sigmoid", has_bias=True, bias_rate=0.01,
+        aux_loss=0.3, z_loss=0.01,
+    ),
+)  # fmt: skip
+
 
 def two_steps(
     run: Path,
@@ -130,7 +138,7 @@ def two_steps(
     """
     strategy = Strategy.parse(text)
     comm = Ranks(strategy)
-    model = Decoder(shape).double()
+    model = Decoder(shape).to(comm.device, torch.float64)
     model.initialize(3 + steps_done)  # other weights than those in the checkpoint
     runner = Plan(strategy, model).build(comm)
     config = OptimizerConfig(kind=kind, warmup_steps=1)
@@ -190,6 +198,17 @@ def test_training_goes_on_from_layout_to_layout(
 def test_training_with_experts_goes_on_without_ep(tmp_path: Path, chain: Sequence[str]) -> None:
     before = check_chain(tmp_path, chain, "adamw", EXPERTS)
     assert before["optimizer.blocks.0.mlp.experts.gate.exp_avg_sq"].shape == (4, 18, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_losses_and_biases_of_experts_go_on_from_ep4_to_one_process(
+    tmp_path: Path, kind: Literal["adamw", "muon"]
+) -> None:
+    before = check_chain(tmp_path, ("ep4", "fsdp2", "dp1"), kind, BALANCED)
+    assert before["model.blocks.0.mlp.router.bias"].unique().numel() > 1
+    has_buffer = "optimizer.blocks.0.mlp.experts.gate.momentum_buffer" in before
+    assert has_buffer == (kind == "muon")
 
 
 def check_chain(

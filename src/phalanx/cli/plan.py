@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 from phalanx.account.parameters import num_parameters
 from phalanx.account.planned import IMBALANCE, PURE, PURE_BYTES, STATE_BYTES, DecoderModel
@@ -69,7 +69,10 @@ class PlanConfig:
     arithmetic: bool = False
     """Print the arithmetic of memory without any split: weights, 8 and 16 bytes a parameter."""
     imbalance: Annotated[float, Range(1.0, 1e3, "[]")] = IMBALANCE
-    """Rows of the busiest rank of ep, as a multiple of the mean."""
+    """Rows of the busiest rank of ep, as a multiple of the mean; its peers wait for it. A run's
+    records measure it, as rank_load."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Optimizer; muon updates the matrices of blocks by Muon, and all other parameters by AdamW."""
     software: str = "phalanx"
     """The training program whose constants are used."""
     precision: str = "bfloat16"
@@ -182,7 +185,11 @@ def question_of(config: PlanConfig) -> OfDecoder:
     cluster = hardware.cluster(config.cluster)
     if config.scale is not None:  # its numbers replace the number of --cluster
         cluster = hardware.CLUSTERS.get(cluster.name, cluster)
-    model = DecoderModel(shape, config.sequence, config.precision, imbalance=config.imbalance)
+    model = DecoderModel(
+        *(shape, config.sequence, config.precision),
+        imbalance=config.imbalance,
+        is_muon=config.optimizer == "muon",
+    )
     return Question(model, cluster, software(config.software), config.global_batch)
 
 

@@ -83,7 +83,7 @@ def _best(candidates: Sequence[Figures], unit: str, *, is_sparse: bool) -> Itera
         least, expected, most = (f"{of[name] / GIB:,.2f}" for name in ("least", "expected", "most"))
         yield (
             f"  ep: a rank sends {expected} GiB of rows a step if tokens are spread evenly over "
-            f"experts, and {least} to {most} GiB however they are"
+            f"experts, and {least} to {most} GiB however they are; priced at --imbalance x even"
         )
     read = "rows" if unit == "rows" else "sequences"
     yield f"  reads {_rate(best.samples_per_s)} {read} a second on all data ranks together"

@@ -19,8 +19,9 @@ class Routing:
         counts: selections of each expert, also dropped ones.
         entropy: entropy of the load / ln E: 1 if each expert has as many, 0 if one has all.
         expert_load: selections of the busiest expert / the mean of all experts.
-        rank_load: selections of the busiest rank of ep / the mean of these ranks; 1 without ep.
-            Groups of ep that have the same experts count as one.
+        rank_load: selections of the busiest rank of ep / the mean of these ranks, also dropped
+            ones; 1 without ep. Without a capacity these are the rows that ranks compute. Groups of
+            ep that have the same experts count as one.
         dropped: part of the selections that a capacity dropped.
         aux_loss: the balancing loss, with its coefficient, which the loss contains.
         z_loss: the z loss, likewise.

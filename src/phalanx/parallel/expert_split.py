@@ -16,7 +16,8 @@ Cost      A rank sends the rows whose experts are elsewhere, (N-1)/N of M D elem
 Same rows In generation all ranks of ep have the same rows[M, D] (`Target.same_rows`). Each computes
           the rows of its own experts, and sends the results to all others by one all-to-all, whose
           sizes all know without an all_gather: a rank receives (N-1)/N of M D elements.
-Limits    N must divide E. tp must be 1d or megatron.
+Limits    N must divide E. tp must be 1d or megatron. Modules of transformers keep their router and
+          the forward of their experts, which then gets the received rows.
 
 N = 2 ranks, E = 4 experts. Rank 0 receives the rows of experts 0 and 1 (a row is written as the
 expert and the rank of its token):
@@ -162,7 +163,8 @@ def _check(skeleton: Skeleton, strategy: Strategy) -> None:
     """Refuse a model that ep cannot split.
 
     Raises:
-        StrategyError: it has no stacked experts, or the degree does not divide their number.
+        StrategyError: it has no stacked experts, they have adapters, or the degree does not divide
+            their number.
     """
     name, degree = str(Strategy(ep=strategy.ep)), strategy.ep.degree
     stacks = experts_of(skeleton.model)  # of the full model: a stage may have none

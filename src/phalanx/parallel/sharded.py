@@ -126,11 +126,8 @@ class ShardedSplit(Split):
         rows: list[tuple[str, str, str, int, int]] = []
         degree, mesh_axes = dict(self._degree), self.target.strategy.mesh_axes()
         for g in groups:
-            axis, size, shard = (
-                single_axis(g.axes.shards, mesh_axes),
-                g.gathered_bytes,
-                g.shard_bytes,
-            )
+            axis = single_axis(g.axes.shards, mesh_axes)
+            size, shard = g.gathered_bytes, g.shard_bytes
             degree[axis] = g.num_shards
             # Every stage gathers the rest; only the first and the last reduce its gradients.
             is_rest = g.place == "rest"
@@ -183,8 +180,10 @@ class ShardedSplit(Split):
         for group in self._groups:
             if group.axes != DENSE:  # FSDP2 splits them with the group of the same modules
                 continue
-            # Gathered in the dtype of the group, reduced in the master dtype.
-            types = () if group.gathered == group.master else (group.gathered, group.master)
+            # Gathered in the dtype of the group, reduced in the master dtype; experts of a block,
+            # whose other parameters may be frozen in a narrower type, decide about all of it.
+            here = [g for g in self._groups if g.names == group.names]
+            types = next(((g.gathered, g.master) for g in here if g.gathered != g.master), ())
             sharded = fully_shard(
                 [model.get_submodule(name) for name in group.names],
                 reshard_after_forward=self._kind == "zero3" and not group.stays_gathered,

@@ -35,7 +35,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -94,26 +94,23 @@ class Matrix:
     fixed: Mapping[str, int]
     owner: Mapping[str, int] = field(default_factory=dict[str, int])
 
-    def shape_before(self, number: int, comm: Comm) -> tuple[int, ...]:
-        """Return the shape of this rank's piece before cut `number`."""
-        shape = self.shape
-        for cut in self.cuts[:number]:
-            shape = cut.shape(shape, comm.coord(cut.axis))
-        return shape
-
     def local(self, shard: Tensor) -> Tensor:
         """Return the view of the rows in this rank's shard of the parameter."""
         first, end = self.rows
         return (shard if shard.ndim else shard.view(1))[first:end]
 
 
+_Piece = tuple[Matrix, Cut, tuple[int, ...], int]
+"""Matrix, its cut by an axis, its shape here before the cut, and the owner's coordinate."""
+
+
 @dataclass(frozen=True)
 class _Move:
-    """An all-to-all of (matrix, number of the cut) over an axis; `counts` belong to a scatter."""
+    """An all-to-all over an axis; `counts` belong to a scatter."""
 
     axis: str
     is_copy: bool
-    matrices: Sequence[tuple[Matrix, int]]
+    pieces: Sequence[_Piece]
     counts: RowCounts
 
 
@@ -252,24 +249,25 @@ class Owners:
     def _round(self, matrices: Sequence[Matrix]) -> Round:
         comm = self._comm
         mine = [m for m in matrices if all(comm.coord(a) == at for a, at in m.fixed.items())]
-        moving: dict[tuple[int, int, str], list[tuple[Matrix, int]]] = defaultdict(list)
+        moving: dict[tuple[int, int, str], list[_Piece]] = defaultdict(list)
         for matrix in mine:
+            whole = matrix.shape
             for number, cut in enumerate(matrix.cuts):
                 # A piece crosses a cut between ranks that have the owner's coordinates on the axes
                 # of all later cuts. The order of the moves is the order of the cuts.
                 if self._owns(matrix, [each.axis for each in matrix.cuts[number + 1 :]]):
                     first = self._axes.index(comm.axes_of(cut.axis)[0])
                     kind = 2 if cut.indices is None else int(is_of_shards(cut.axis))
-                    moving[kind, first, cut.axis].append((matrix, number))
+                    piece = matrix, cut, whole, self._coord(matrix, cut.axis)
+                    moving[kind, first, cut.axis].append(piece)
+                whole = cut.shape(whole, comm.coord(cut.axis))
         moves: list[_Move] = []
         for (kind, _, axis), some in sorted(moving.items(), key=lambda item: item[0]):
             num_ranks = comm.size(axis)
             counts = [[0] * num_ranks for _ in range(num_ranks)]
-            for matrix, number in some:
-                whole = matrix.shape_before(number, comm)
+            for _, cut, whole, owner in some:
                 for coord in range(num_ranks):
-                    size = math.prod(matrix.cuts[number].shape(whole, coord))
-                    counts[self._coord(matrix, axis)][coord] += size
+                    counts[owner][coord] += math.prod(cut.shape(whole, coord))
             moves.append(_Move(axis, kind == 2, some, RowCounts(tuple(map(tuple, counts)))))
         return Round(mine, moves)
 
@@ -293,9 +291,7 @@ class Owners:
             return part.view(*shape)
 
         outgoing = [*sent.split(counts.sent(me))]
-        for matrix, number in move.matrices:
-            cut, owner = matrix.cuts[number], self._coord(matrix, axis)
-            whole = matrix.shape_before(number, comm)
+        for matrix, cut, whole, owner in move.pieces:
             if to_owner:
                 next_part(outgoing, owner, cut.shape(whole, me)).copy_(held[matrix])
             elif owner == me:
@@ -307,9 +303,7 @@ class Owners:
                     next_part(outgoing, coord, piece.shape).copy_(piece)
         incoming = [*comm.exchange_rows(sent, axis, counts).split(counts.received(me))]
         moved: dict[Matrix, Tensor] = {}
-        for matrix, number in move.matrices:
-            cut, owner = matrix.cuts[number], self._coord(matrix, axis)
-            whole = matrix.shape_before(number, comm)
+        for matrix, cut, whole, owner in move.pieces:
             if not to_owner:
                 moved[matrix] = next_part(incoming, owner, cut.shape(whole, me))
             elif owner == me and cut.indices is not None:
@@ -328,19 +322,12 @@ def _axes_that_cut(parameter: Tensor) -> tuple[AxisCut, ...]:
     """Return the axes that cut a parameter, in the order of the cuts: tp and ep, then fsdp."""
     if not isinstance(parameter, DTensor):
         return ()
-    first: list[AxisCut] = []
-    last: list[AxisCut] = []
-    for name, placement in zip(
-        parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True
-    ):
-        if placement.is_replicate():
-            continue
-        dim = placement.dim  # pyright: ignore[reportAttributeAccessIssue]
-        if is_of_shards(name):  # FSDP2 cuts the piece before into chunks, whatever this one says
-            last.append((name, dim, None))
-        else:
-            first.append((name, dim, placement))
-    return (*first, *last)
+    names, placements = parameter.device_mesh.mesh_dim_names or (), parameter.placements
+    each = zip(names, cast(Any, placements), strict=True)
+    cutting = [(name, placement) for name, placement in each if not placement.is_replicate()]
+    cutting.sort(key=lambda cut: is_of_shards(cut[0]))
+    # FSDP2 cuts the piece of the others into equal chunks, whatever its own placement says.
+    return tuple((name, at.dim, None if is_of_shards(name) else at) for name, at in cutting)
 
 
 @functools.lru_cache(1024)

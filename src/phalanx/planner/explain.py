@@ -289,7 +289,7 @@ def _of_axes(of: Figures, candidate: Candidate) -> Iterator[tuple[float, str]]:
         f"{of.accumulation:,} {noun}; a larger batch with more microbatches lowers this part",
         data: f"of {time_text(of.sent_s)} of communication, which compute does not hide; "
         "a larger batch hides more",
-        "optimizer": "for the AdamW step; more shards shorten it",
+        "optimizer": "for the optimizer's step; more shards shorten it",
     }
     for cause, lever in levers.items():
         seconds = of.causes_s[cause]

@@ -147,7 +147,8 @@ def _search(question: OfDecoder, wanted: int, *, is_wide: bool) -> Found:
     #     1. all legal splits enter as families, whose bound has no bubble (`balanced_s`)
     #     2. a family is divided by kind of pp, its parts enter with the bubble (`pipeline_s`),
     #        then by dp and fsdp, and the single steps enter with their communication (`bound_s`)
-    #     3. a single step is priced, if its strategy fits at its microbatch
+    #        unless the one of the most shards does not fit, and so none does
+    #     3. a single step is priced, if it fits
     #     4. the search ends when the least bound exceeds the price of the last wanted candidate
     #
     # Each bound is at most the bounds of the family's parts, and these at most their prices.
@@ -189,9 +190,9 @@ def _search(question: OfDecoder, wanted: int, *, is_wide: bool) -> Found:
             if isinstance(fits(question, planned), Inequality):
                 if name not in asked:
                     asked.add(name)
-                    least = [each for each in steps_of(question, planned.strategy)]
-                    least = least[:1] + [each for each in least[1:] if each.accumulation == 1]
-                    steps, failed = that_fit(question, least)
+                    first, *others = steps_of(question, planned.strategy)
+                    alone = [each for each in others if each.accumulation == 1]
+                    steps, failed = that_fit(question, [first, *alone])
                     if failed is not None and not steps:
                         rejected[name] = failed
                 continue

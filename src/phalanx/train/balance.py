@@ -40,6 +40,7 @@ class Balance:
 
     Attributes:
         shape: the experts of the model; None without any.
+        has_losses, needs_counts: `has_losses` and `needs_loads` of `shape`.
         counts: `Load.counts` of all layers, [L, 2 E + 2]: of this rank, and after `reduce` of all
             ranks.
         is_reduced: whether `counts` are of all ranks.
@@ -57,16 +58,8 @@ class Balance:
         decoder = next((each for each in model.modules() if isinstance(each, Decoder)), None)
         self.shape = None if decoder is None else decoder.shape.experts
         self._num_layers = 0 if decoder is None else decoder.shape.num_layers
-
-    @property
-    def has_losses(self) -> bool:
-        """Whether the model has auxiliary losses."""
-        return self.shape is not None and self.shape.has_losses
-
-    @property
-    def needs_counts(self) -> bool:
-        """Whether a step needs the loads of the global batch, for losses or for biases."""
-        return self.shape is not None and self.shape.needs_loads
+        self.has_losses = self.shape is not None and self.shape.has_losses
+        self.needs_counts = self.shape is not None and self.shape.needs_loads
 
     def needs_first_pass(self, num_microbatches: int) -> bool:
         """Return whether forwards of their own count the step's tokens, see `ExpertShape`."""

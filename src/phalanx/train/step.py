@@ -136,8 +136,8 @@ class Step:
             with self.balance.counting():
                 return self.objective.loss_sum(self.model, microbatch, self.steps_done)
 
-        def balance() -> None:
-            with self.phase("balance"):
+        def balance(phase: str = "balance") -> None:
+            with self.phase(phase):
                 self.balance.reduce(self.scaler.scale(torch.ones_like(loss_sum)))
 
         def scale(summed: torch.Tensor) -> torch.Tensor:
@@ -160,8 +160,7 @@ class Step:
         if self.balance.needs_counts:
             balance()
         elif self.balance.is_recorded:
-            with self.phase("metrics"):
-                self.balance.reduce(torch.ones_like(loss_sum))
+            balance("metrics")
         self.balance.end()
         with self.phase("metrics"):
             loss = self.comm.all_reduce(loss_sum, "loss") / divisor

@@ -342,10 +342,7 @@ def _polar(matrix: Tensor, num_steps: int) -> Tensor:
 
 
 def _in_plain(model: nn.Module) -> nn.Module:
-    """Return a model with plain decoders in place of decoders with experts, and their weights.
-
-    A decoder leaves the losses and biases of its experts to `train.step`.
-    """
+    """Return a model with plain ones for decoders, whose experts leave losses to `train.step`."""
     for name, child in model.named_children():
         setattr(model, name, _in_plain(child))
     if not isinstance(model, Decoder) or model.shape.experts is None or model.shape.lora:
