@@ -79,6 +79,14 @@ COMPARISONS: Final = (
         BY_HAND,
     ),
     Comparison(
+        "34 M of 86 M, 8 experts",
+        "ep2",
+        "DDP",
+        "experts/results/cpu-2x1-bfloat16.json",
+        "phalanx ep2",
+        "DDP + transformers, eager",
+    ),
+    Comparison(
         "34 M Llama, bfloat16",
         "pp2",
         PIPELINING,
