@@ -120,7 +120,7 @@ def _matrices(part: Tensor) -> Tensor | None:
     """Return a gradient as matrices [S, m, n]; None if their narrow ones are not half as large.
 
     A stack, such as experts [E, F, D], has a matrix each: what follows from one expert does not
-    depend on others. The kernels of a convolution are too small for that, and are one matrix.
+    depend on others. The kernels of most convolutions are too small for that, and are one matrix.
     """
     if part.ndim == 3 and _is_wide(*part.shape[1:]):
         return part
