@@ -79,7 +79,7 @@ COMPARISONS: Final = (
         BY_HAND,
     ),
     Comparison(
-        "34 M of 86 M, 8 experts",
+        "8 experts, 34 of 86 M, bfloat16",
         "ep2",
         "DDP",
         "experts/results/cpu-2x1-bfloat16.json",
